@@ -2455,4 +2455,11 @@ MUTATIONS = (
         'files = (stack.enter_context((folder / name).open("rb")) for name in json.loads(manifest)["files"])',
         "launch/test_copies.py::test_a_checkpoint_that_is_removed_while_it_is_copied_arrives",
     ),
+    Mutation(
+        "what a rank starts reads the messages for its agent",
+        "launch/agent.py",
+        "os.dup2(nothing.fileno(), 0)",
+        "nothing.fileno()",
+        "launch/test_connections.py::test_what_ranks_start_reads_none_of_the_messages_for_the_agent",
+    ),
 )

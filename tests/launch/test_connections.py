@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -43,6 +44,32 @@ def test_what_a_shell_prints_at_its_start_does_not_hide_the_agent() -> None:
     """Finds: `echo -n` in .bashrc, and the launcher waits 40 s for an answer that has come."""
     host = ended(f"printf hello; exec {sys.executable} -m paceline.launch.agent < /dev/null")
     assert host.greeting
+
+
+def test_what_ranks_start_reads_none_of_the_messages_for_the_agent() -> None:
+    """Finds: ffmpeg without -nostdin in a script, and the host is silent, or never hears of the end."""
+    code = """
+import subprocess, time
+from paceline.launch.agent import Coordinator
+coordinator = Coordinator()
+subprocess.run(["cat"], timeout=20)
+print("read", flush=True)
+while coordinator.order != "save":
+    time.sleep(0.01)
+"""
+    environment = {**os.environ, "PACELINE_AGENT_ADDRESS": "127.0.0.1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as agent:
+        assert agent.stdin
+        assert agent.stdout
+        try:
+            assert agent.stdout.readline() == b"read\n"
+            agent.stdin.write(b'{"order": "save"}\n')
+            agent.stdin.flush()
+            assert agent.wait(60) == 0
+        finally:
+            agent.kill()
 
 
 def test_one_host_needs_no_ipv4_address() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +12,7 @@ import pytest
 from paceline.base.process import Status
 from paceline.launch import agent
 from paceline.launch.agent import HostRanks
+from paceline.launch.attempt import Place
 from paceline.launch.ends import Ended, Ends, how_it_ended
 
 DONE, SAVED, FAILED, REFUSED = Status(0), Status(75), Status(1), Status(2)
@@ -134,3 +136,23 @@ def test_how_the_last_attempt_failed_is_recorded_when_the_end_comes_with_it(tmp_
     assert agent.serve(cast(agent.Coordinator, told), ranks, num_ranks=1, port=0) == 1
     event = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])
     assert (event["event"], event["error"], event["by"]) == ("failed", failed[0], "launcher")
+
+
+def test_the_ends_of_ranks_are_told_with_the_port_of_the_next_attempt(tmp_path: Path) -> None:
+    """Finds: all ranks placed at the port of a store that is closed, and the host counts as lost."""
+    posts: list[dict[str, Any]] = []
+    place = asdict(Place(0, 1, 1, "127.0.0.1", 0, None, 0))
+    told = SimpleNamespace(closing=None, end=None, is_gone=False, place=place, address="127.0.0.1")
+    told.post = lambda _=None, **changed: posts.append(changed)
+
+    def run(place: Place, _: Any) -> tuple[dict[int, Status], dict[int, int]]:
+        assert place.listener
+        place.listener.close()
+        told.end = 0
+        return {0: DONE}, {0: 0}
+
+    ranks = cast(HostRanks, SimpleNamespace(folder=tmp_path, run=run))
+    assert agent.serve(cast(agent.Coordinator, told), ranks, num_ranks=1, port=0) == 0
+    waiting = [post for post in posts if not post["is_running"]]
+    assert all(post.get("port") for post in waiting)
+    assert waiting[-1]["exits"] == {"0": 0}

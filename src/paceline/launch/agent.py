@@ -97,7 +97,9 @@ class Coordinator:
         self._state: State | None = None
         self._records: Records | None = None
         self._lock = threading.Lock()
-        self._out = os.dup(1)
+        self._in, self._out = os.dup(0), os.dup(1)
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)  # ranks read there, and what they start: ffmpeg would take our messages
         reader, writer = os.pipe()
         os.dup2(writer, 1)  # ranks print there
         os.close(writer)
@@ -140,9 +142,9 @@ class Coordinator:
     def _listen(self) -> None:
         silence, rest = Silence(SILENCE_S), b""
         while not silence.is_too_long():
-            if not select.select([0], [], [], LIFE_EVERY_S)[0]:
+            if not select.select([self._in], [], [], LIFE_EVERY_S)[0]:
                 continue
-            chunk = os.read(0, 1 << 16)
+            chunk = os.read(self._in, 1 << 16)
             if not chunk:
                 break
             silence.heard()
@@ -173,9 +175,11 @@ def serve(coordinator: Coordinator, ranks: HostRanks, num_ranks: int, port: int)
     """Runs this host's ranks in one attempt after another, until the coordinator ends the run; returns the exit status.
     port: of the store of all ranks, if this host has rank 0; 0: a free one. Raises UserError if it is taken."""
     records, listener = Records(ranks.folder), None
+    ended: dict[str, Any] = {}  # how the latest attempt did
     while True:
         listener = listener or listen(coordinator.address, port)
-        coordinator.post(records, num_ranks=num_ranks, port=listener.getsockname()[1], is_running=False)
+        # The ends and the port in one: the next place of all ranks is at the port of the latest report.
+        coordinator.post(records, num_ranks=num_ranks, port=listener.getsockname()[1], is_running=False, **ended)
         while coordinator.place is None:
             is_over = coordinator.end is not None or coordinator.is_gone  # read first: what it closes came before
             _close_records(coordinator, records)
@@ -192,12 +196,11 @@ def serve(coordinator: Coordinator, ranks: HostRanks, num_ranks: int, port: int)
             _wait_for_writer(ranks.folder)
         coordinator.post(attempt=place.attempt, is_running=True, began_at=None, reports={}, exits={})
         reports, exits = ranks.run(place, lambda: _order(coordinator, ranks))
-        coordinator.post(
-            is_running=False,
-            began_at=records.began_at(),
-            reports={str(rank): asdict(status) for rank, status in reports.items()},
-            exits={str(rank): code for rank, code in exits.items()},
-        )
+        ended = {
+            "began_at": records.began_at(),
+            "reports": {str(rank): asdict(status) for rank, status in reports.items()},
+            "exits": {str(rank): code for rank, code in exits.items()},
+        }
 
 
 def _close_records(coordinator: Coordinator, records: Records) -> None:
