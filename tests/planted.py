@@ -1656,8 +1656,8 @@ MUTATIONS = (
     Mutation(
         "a copy that was cut short is never finished",
         "launch/copies.py",
-        "if newest is None or newest < step:",
-        "if newest is None:",
+        "if is_free and (checkpoints / name).exists() and _is_new(run, step):",
+        "if False:",
         "launch/test_copies.py::test_a_copy_that_was_cut_short_before_latest_is_finished",
     ),
     Mutation(
@@ -2461,5 +2461,12 @@ MUTATIONS = (
         "os.dup2(nothing.fileno(), 0)",
         "nothing.fileno()",
         "launch/test_connections.py::test_what_ranks_start_reads_none_of_the_messages_for_the_agent",
+    ),
+    Mutation(
+        "a copy that ends late takes the place of what this host has saved",
+        "launch/copies.py",
+        "if is_free and _is_new(run, step):\n",
+        "if is_free:\n",
+        "launch/test_copies.py::test_a_host_that_gets_rank_0_while_a_copy_arrives_is_not_refused",
     ),
 )

@@ -121,7 +121,7 @@ def test_only_records_and_files_of_a_checkpoint_are_written(tmp_path: Path, name
     stream.seek(0)
     with pytest.raises(copies.Damaged, match="is not a file"):
         copies.receive(tmp_path / "run", 7, stream)
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"copy.lock", "lock"}
 
 
 def test_a_folder_that_rank_0_writes_is_left_alone(tmp_path: Path) -> None:
@@ -132,6 +132,50 @@ def test_a_folder_that_rank_0_writes_is_left_alone(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         copies.receive(tmp_path / "b", 7, io.BytesIO(sent(tmp_path / "a", 7)))
     assert not checkpoints(tmp_path / "b")
+
+
+def test_a_host_that_gets_rank_0_while_a_copy_arrives_is_not_refused(tmp_path: Path) -> None:
+    """Finds: a checkpoint that is read back for a minute, by which the loss of another host ends the run. And an older
+    copy that ends late takes the rows of this host."""
+    source, target = tmp_path / "a", tmp_path / "b"
+    saved(source, 7)
+    target.mkdir()
+    with (target / "lock").open("w") as lock:
+
+        class Locking(io.BytesIO):
+            def read(self, size: int | None = -1) -> bytes:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return super().read(size)
+
+        copies.receive(target, 7, Locking(sent(source, 7)))
+        assert not checkpoints(target)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+
+    class Saving(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            (target / "metrics.jsonl").write_text('{"step": 9}\n')
+            (target / "checkpoints" / "latest").write_text("step-00000009\n")
+            return super().read(size)
+
+    copies.receive(target, 7, Saving(sent(source, 7)))
+    assert checkpoints(target) == {"latest"}
+    assert json.loads((target / "metrics.jsonl").read_text())["step"] == 9
+
+
+def test_a_second_copy_leaves_the_first_alone(tmp_path: Path) -> None:
+    """Finds: two copies of one step that write one folder, where the coordinator has tried again."""
+    source, target = tmp_path / "a", tmp_path / "b"
+    folder = saved(source, 7)
+    stream = sent(source, 7)
+
+    class Twice(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            copies.receive(target, 7, io.BytesIO(stream))
+            assert not (target / "checkpoints" / folder.name).exists()
+            return super().read(size)
+
+    copies.receive(target, 7, Twice(stream))
+    assert (target / "checkpoints" / folder.name).exists()
 
 
 @pytest.fixture

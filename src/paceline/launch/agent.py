@@ -36,7 +36,7 @@ SILENCE_S = 13.0  # a pause of 10 s harms nothing
 _ADDRESS = "PACELINE_AGENT_ADDRESS"
 _LAST_SAVE_S = 15.0
 _LOOK_EVERY_S = 0.05
-_COPY_ENDS_S = 5.0  # for a copy whose connection the coordinator has ended
+_COPY_ENDS_S = 5.0  # for a copy that has arrived, and removes older ones
 
 
 class Silence:
@@ -217,7 +217,7 @@ def _order(coordinator: Coordinator, ranks: HostRanks) -> Order:
 
 
 def _wait_for_writer(run: Path) -> None:
-    """Returns when no copy of a checkpoint is being received into this folder any more (copies.py), or after some
+    """Returns when no copy of a checkpoint is being given its name in this folder any more (copies.py), or after some
     seconds: then another run writes there, and rank 0 says which, as it does of a lock that cannot be taken."""
     until_s = time.monotonic() + _COPY_ENDS_S
     with contextlib.suppress(OSError), (run / "lock").open("rb+") as file:

@@ -17,7 +17,7 @@ import resource
 import shutil
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -61,21 +61,18 @@ def send(run: Path, step: int, stream: IO[bytes]) -> None:
 
 def receive(run: Path, step: int, stream: IO[bytes]) -> None:
     """Reads what `send` writes. The checkpoint is complete in its place, or absent. Does nothing if rank 0 writes into
-    this folder: hosts share it. Raises Damaged, OSError or tarfile.TarError."""
+    this folder, at first (hosts share it) or at last (this host got rank 0), or if another copy is received. Raises
+    Damaged, OSError or tarfile.TarError."""
     name = f"step-{step:08d}"
     checkpoints = run / "checkpoints"
     folder = checkpoints / f".{name}.copy.unfinished"
     for made in (run, run / "ranks", checkpoints):
         made.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with os.fdopen(os.open(run / "lock", os.O_RDWR | os.O_CREAT, 0o600), "rb+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        if (checkpoints / name).exists():
-            newest = Records(run).newest_checkpoint()
-            if newest is None or newest < step:  # an earlier copy was cut short before this
+    with _locked(run / "ranks" / "copy.lock") as is_alone:
+        with _locked(run / "lock") as is_free:
+            if is_free and (checkpoints / name).exists() and _is_new(run, step):  # a copy was cut short before this
                 replace(checkpoints / "latest", f"{name}\n".encode(), 0o600)
+        if not is_alone or not is_free or (checkpoints / name).exists():
             return
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
@@ -83,18 +80,42 @@ def receive(run: Path, step: int, stream: IO[bytes]) -> None:
             kept, records = _unpack(folder, name, stream)
             _check(folder)
             sync(folder)
-            best = records.pop(_BEST, b"")
-            for record, data in records.items():
-                replace(run / record, data, 0o600)
-            os.rename(folder, checkpoints / name)
-        except BaseException:
+            # Until here the lock is free: rank 0 of this host would be refused, and minutes may have passed.
+            with _locked(run / "lock") as is_free:
+                if is_free and _is_new(run, step):
+                    _publish(run, folder, name, records)
+                    _prune(run, name, kept)
+        finally:
             shutil.rmtree(folder, ignore_errors=True)
-            raise
-        sync(checkpoints)
-        replace(checkpoints / "latest", f"{name}\n".encode(), 0o600)
-        if _STEP.fullmatch(best.decode().strip()) and (checkpoints / best.decode().strip()).is_dir():
-            replace(checkpoints / _BEST, best, 0o600)
-        _prune(run, name, kept)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Yields whether this process has the lock inside."""
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+") as lock:
+        is_free = True
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_free = False
+        yield is_free
+
+
+def _is_new(run: Path, step: int) -> bool:
+    newest = Records(run).newest_checkpoint()
+    return newest is None or newest < step
+
+
+def _publish(run: Path, folder: Path, name: str, records: dict[str, bytes]) -> None:
+    """Gives a checkpoint that has arrived its name."""
+    checkpoints, best = run / "checkpoints", records.pop(_BEST, b"")
+    for record, data in records.items():
+        replace(run / record, data, 0o600)
+    os.rename(folder, checkpoints / name)
+    sync(checkpoints)
+    replace(checkpoints / "latest", f"{name}\n".encode(), 0o600)
+    if _STEP.fullmatch(best.decode().strip()) and (checkpoints / best.decode().strip()).is_dir():
+        replace(checkpoints / _BEST, best, 0o600)
 
 
 def _unpack(folder: Path, name: str, stream: IO[bytes]) -> tuple[list[str], dict[str, bytes]]:
