@@ -797,6 +797,13 @@ MUTATIONS = (
         "(self._weight, self._total)",
         "sync/test_local.py::test_ranks_train_as_the_definition_says",
     ),
+    Mutation(
+        "a step of fsdp adds the gradients that another replica's loss has left in its model",
+        "sync/fsdp.py",
+        "            self.end_step()  # drops what another replica's loss left here since the step before\n",
+        "",
+        "replica/test_gan.py::test_two_ranks_train_as_one_process_and_save_what_both_steps_changed",
+    ),
     # ---- optim: an update ----
     Mutation(
         "bias correction stays that of the first update",
@@ -1229,6 +1236,13 @@ MUTATIONS = (
         "(self._waiting[0])  # an error leaves the position to the right source\n            self._waiting.pop(0)\n",
         "(self._waiting.pop(0))\n",
         "replica/test_positions.py::test_another_size_is_refused",
+    ),
+    Mutation(
+        "an evaluation leaves the script's own generator where it has put it",
+        "replica/sources.py",
+        "            self._script_state.put_back(before)\n",
+        "            pass\n",
+        "replica/test_positions.py::test_an_evaluation_leaves_the_scripts_own_generator",
     ),
     Mutation(
         "a freed source of later steps is not begun anew by a restore",

@@ -16,7 +16,7 @@ from paceline.replica.share import share
 from paceline.world.runtime import World
 
 ROWS, BATCH, FEATURES = 14, 8, 4
-STRATEGIES = (("ddp", "ddp"), ("fsdp", "zero"))  # of the generator and the critic
+STRATEGIES = (("ddp", "ddp"), ("fsdp", "zero"), ("fsdp", "fsdp"))  # of the generator and the critic
 Result = tuple[list[float], dict[str, torch.Tensor]]  # the generator's losses, both models' weights
 
 
@@ -77,6 +77,7 @@ def train_replicas(
     batches = share(loader(), world, micro_batch_size=micro_batch_size)
     checkpoints = folder and Checkpoints(folder, critic=for_critic, generator=for_generator, data=batches)
     is_sharded = for_generator.sync.shards_weights  # then its passes are within its own step
+    is_frozen = is_sharded and not for_critic.sync.shards_weights
     torch.manual_seed(3)
     losses = []
     for batch in batches:
@@ -88,7 +89,7 @@ def train_replicas(
             step.backward(error_of(critic(fake.detach()), 0.0))
             for_its_step.append(noise if is_sharded else fake)
         step.finish()
-        critic.requires_grad_(not is_sharded)
+        critic.requires_grad_(not is_frozen)
         step = for_generator.step(batch.like(for_its_step))
         for given in step:
             step.backward(error_of(critic(generator(given) if is_sharded else given), 1.0))
@@ -109,15 +110,29 @@ def test_one_process_computes_bit_for_bit_what_the_plain_script_does(world: Worl
     assert {name for name, tensor in weights.items() if not torch.equal(tensor, wanted[name])} == set()
 
 
+def refuse_a_plain_backward(world: World) -> None:
+    """With fsdp, in the second step: in the first its gathered parameters have no hook yet."""
+    _, critic = models(nn.LayerNorm)
+    replica = Replica(critic, optimizer_of(critic), world, strategy="fsdp")
+    replica.train(images()[:2], lambda x: (error_of(critic(x), 1.0), 2))
+    replica.step(images()[:2])
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"a gradient came without step\.backward: replace loss\.backward"):
+            error_of(critic(images()[:2][0]), 1.0).backward()
+
+
 def on_ranks(world: World, folder: Path) -> dict[tuple[str, str], Result]:
     """Micro-batches of 6 and 2 rows; of the last batch one of 6, so that rank 1 has none."""
     train_replicas(world, norm=nn.BatchNorm1d, folder=folder)
+    refuse_a_plain_backward(world)
     return {strategies: train_replicas(world, strategies, micro_batch_size=6) for strategies in STRATEGIES}
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_two_ranks_train_as_one_process_and_save_what_both_steps_changed(tmp_path: Path) -> None:
-    """Finds: batch norms of the critic saved as they were before the generator's step went through them."""
+    """Finds: batch norms of the critic saved as they were before the generator's step went through them.
+
+    Mutation: with fsdp the critic's step adds the gradients that the generator's loss left in it."""
     wanted_losses, wanted = train_by_hand()
     for found in run_ranks(on_ranks, 2, tmp_path / "gan"):
         for strategies, (losses, weights) in found.items():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import paceline
 from paceline.base.errors import UserError
@@ -207,6 +207,36 @@ def test_a_freed_source_begins_anew_when_a_checkpoint_from_before_it_is_restored
     wanted = [[100 * number + row for row in rows] for number in (2, 3) for rows in whole]
     assert script.seen[-7:] == [[106, 107], *wanted[:6]]
     script.checkpoints._end()
+
+
+# ---- evaluations ----
+
+
+@pytest.mark.parametrize("with_replacement", [False, True])
+@pytest.mark.parametrize("of_training", [False, True])
+def test_an_evaluation_leaves_the_scripts_own_generator(
+    world: World, tmp_path: Path, with_replacement: bool, of_training: bool
+) -> None:
+    """Mutation: the generator stays where the evaluation put it, so that all later passes have one order. A sampler
+    with replacement draws 32 numbers at a time, in the middle of a pass, too."""
+
+    rows = TensorDataset(torch.arange(40.0)[:, None])
+
+    def training() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(0)
+        sampler = RandomSampler(rows, with_replacement, generator=generator)
+        return DataLoader(rows, 10, sampler=sampler, generator=generator)
+
+    plain, shared = training(), training()
+    wanted = [x.flatten().int().tolist() for _ in range(4) for (x,) in plain]
+    tests = shared if of_training else DataLoader(rows, 20, generator=shared.generator)
+    script = Script(world, str(tmp_path), 0)
+    for epoch in range(1, 5):
+        for step in script.replica.steps(shared, epochs=epoch):
+            script.do(step)
+            script.replica.evaluate(tests, lambda x: x.mean())
+    script.checkpoints._end()
+    assert script.seen == wanted
 
 
 # ---- memory ----

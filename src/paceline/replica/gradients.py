@@ -45,10 +45,6 @@ class Gradients:
         may_pass_others: other models may be in the loss's graph, and get no gradients. has_weight: False: its gradients
         are dropped; those of a mean over no items are not numbers. fault: injected; "nan" is added to a gradient."""
         self.reveal()
-        if fault == "nan":
-            parameter = next(self._model.parameters())  # fsdp has gathered it for this pass; `trained` has shards
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad.view(-1)[0] = torch.nan
         trained = self.trained.values()
         inputs = list(trained) if may_pass_others and mistakes.passes_others(loss, trained) else None
         self._arrived.clear()
@@ -56,6 +52,10 @@ class Gradients:
         droppers: list[RemovableHandle] = []  # they make a gradient zeros before it is added
         try:
             with self.sync.accumulate(last=is_last):
+                if fault == "nan":
+                    parameter = next(self._model.parameters())  # fsdp has gathered it; `trained` has shards
+                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    parameter.grad.view(-1)[0] = torch.nan
                 leaves = () if has_weight else self.sync.leaves()
                 droppers = [leaf.register_hook(torch.zeros_like) for leaf in leaves]  # type: ignore[no-untyped-call]
                 loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
@@ -128,6 +128,11 @@ class Gradients:
 
     def _check(self, parameter: torch.Tensor) -> None:
         """Called with each parameter that gets a gradient. Raises UserError for gradients that ranks cannot sum."""
+        if not self._in_backward:
+            raise mistake(
+                "a gradient came without step.backward: replace loss.backward() by step.backward(loss), "
+                "and call requires_grad_(False) on a model that a loss only passes through"
+            )
         if parameter in self._arrived:
             name = next(name for name, known in self.trained.items() if known is parameter)
             raise mistake(
@@ -137,11 +142,6 @@ class Gradients:
         self._arrived.add(parameter)
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise mistake("a gradient is sparse, and ranks sum dense ones: set sparse=False on the embedding")
-        if not self._in_backward:
-            raise mistake(
-                "a gradient came without step.backward: replace loss.backward() by step.backward(loss), "
-                "and call requires_grad_(False) on a model that a loss only passes through"
-            )
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

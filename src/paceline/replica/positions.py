@@ -7,7 +7,7 @@ paceline.Checkpoints has by a name are not counted.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +71,13 @@ class Sources:
             known.source, known.share = source, made
         return known.share
 
-    def of_evaluation(self, source: Any, sharing: dict[str, Any]) -> Share:
-        """Returns this rank's part of the source, at the beginning of its first pass. Collective if it is new."""
+    @contextlib.contextmanager
+    def of_evaluation(self, source: Any, sharing: dict[str, Any]) -> Iterator[Share]:
+        """Yields this rank's part of the source, at the beginning of its first pass; afterwards the script's objects
+        are where they were, for training may draw from them, too. Collective if the source is new."""
         if isinstance(source, Share):
-            return self.of_steps(source, sharing) if sharing else source
+            yield self.of_steps(source, sharing) if sharing else source
+            return
         if self._all and self._all[-1].share is not None:
             sharing.setdefault("shares", self._all[-1].share.shares)
         known = next((each for each in self._evaluated if each.is_of(source) and each.sharing == sharing), None)
@@ -82,7 +85,8 @@ class Sources:
             known = _Source(source, sharing, self._shared(source, sharing))
             self._evaluated = [*self._evaluated[1 - _MOST_EVALUATED :], known]
         assert known.share is not None
-        return known.share.rewound()
+        with known.share.first_pass():
+            yield known.share
 
     def begin_step(self, dealt_by: Share | None) -> None:
         """Notes what a step reads. Raises UserError on all ranks if restored positions wait for their sources: this

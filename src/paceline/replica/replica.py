@@ -204,8 +204,8 @@ class Replica(ReplicatedModel):
             self.autocast(),
             self.sync.shared_weights(),
             _in_eval_mode(self.model),
+            self.sources.of_evaluation(source, sharing) as batches,
         ):
-            batches = self.sources.of_evaluation(source, sharing)
             # A function that draws has no end: its evaluation is one step.
             for batch in islice(batches, 1 if batches.is_endless else None):
                 for one in batch.passes_of(self.sync, self.world):

@@ -10,6 +10,7 @@ numbers at any number of ranks.
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, chain, count, islice
 from typing import Any
@@ -86,10 +87,21 @@ class Share:
             raise
 
     def rewound(self) -> "Share":
-        """Returns itself, before its first pass: each evaluation reads the same samples."""
+        """Returns itself, before its first pass."""
         self._pass, self.epoch, self.step, self._drawn, self._is_left = 0, 0, 0, None, False
         self._script_state.put_back(self._script_state.at_first)
         return self
+
+    @contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """Rewinds: each evaluation reads the same samples. At the end the script's generators and counts are as before,
+        since training may use them, too."""
+        before = self._script_state.now()
+        try:
+            self.rewound()
+            yield
+        finally:
+            self._script_state.put_back(before)
 
     def leave(self) -> None:
         """Called after `break`: the next pass starts anew. A checkpoint still has the position of this one."""

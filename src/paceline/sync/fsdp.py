@@ -51,6 +51,7 @@ class FullySharded(Strategy):
 
     shards_weights = True
     shards_state = True
+    _in_backward = False  # of any object: a replica's loss may pass through another one's model
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class FullySharded(Strategy):
         self._sharded: dict[torch.Tensor, DTensor] = {}  # by gathered parameter
         self._used: set[torch.Tensor] = set()  # gathered parameters for which this rank had a gradient in this step
         self._sums_of_others: dict[DTensor, torch.Tensor | None] = {}  # for which it had none
+        self._is_begun = False  # the step had a backward pass
 
     def _send_by(
         self, group: DistributedGroup, module: nn.Module, num_parts: int, dtypes: Mapping[Any, torch.dtype | None]
@@ -147,13 +149,20 @@ class FullySharded(Strategy):
         for shard, parameter in zip(self._shards, self._parameters.values(), strict=True):
             if parameter.dtype != shard.parameter.dtype:
                 raise converted(shard.name, parameter.dtype, shard.parameter.dtype)
+        if not self._is_begun:
+            self.end_step()  # drops what another replica's loss left here since the step before
+            self._is_begun = True
         cast(FSDPModule, self._model).set_requires_gradient_sync(last)
         for each in self._gathered:
             whole = gathered(each)
             if whole is not None and whole not in self._sharded:
                 self._sharded[whole] = cast(DTensor, each.sharded_param)
                 hooked(whole, self._on_gradient)
-        yield
+        FullySharded._in_backward = True
+        try:
+            yield
+        finally:
+            FullySharded._in_backward = False
         for whole, sharded in self._sharded.items() if last else ():
             if whole not in self._used:  # `.grad` shows what this rank used, as with other strategies
                 self._sums_of_others[sharded], sharded.grad = sharded.grad, None
@@ -195,8 +204,11 @@ class FullySharded(Strategy):
             parameter.grad = None
         for kept in (self._own_sums, self._used, self._sums_of_others):
             kept.clear()
+        self._is_begun = False
 
     def _on_gradient(self, whole: torch.Tensor) -> None:
+        if self.check is not None and not self._in_backward:
+            self.check(whole)
         self._used.add(whole)
 
     def restore(self, stored: Collection[str], numbers: Mapping[str, Any], fetch: Fetch) -> None:

@@ -41,7 +41,8 @@ class Strategy(ABC):
         self._model, self._group = model, group
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}  # frozen later or not
         self.check: Callable[[torch.Tensor], None] | None = None
-        """Called with each parameter that gets a gradient, before the strategy takes it. Not with fsdp."""
+        """Called with each parameter that gets a gradient, before the strategy takes it. With fsdp only
+        outside of a step's backward passes."""
         self.is_one_pass = False  # no rank makes more than one backward pass in this step
         self.loss_factor = 1.0  # of the losses before this step's backward passes: loss scale over divisor
         self._own_sums: list[torch.Tensor] = []  # of this rank's gradients in this step, before the sum over ranks
