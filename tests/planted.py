@@ -2483,4 +2483,11 @@ MUTATIONS = (
         "if is_free:\n",
         "launch/test_copies.py::test_a_host_that_gets_rank_0_while_a_copy_arrives_is_not_refused",
     ),
+    Mutation(
+        "a host that comes back unfit ends the run of the others",
+        "launch/coordinator.py",
+        "if lost or is_well or",
+        "if lost or not is_well or",
+        "launch/test_coordinator.py::test_a_host_that_comes_back_unfit_does_not_end_the_others",
+    ),
 )

@@ -2,15 +2,24 @@
 
 import fcntl
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from paceline.base import clock
+from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER
+from paceline.base.process import Status
 from paceline.launch import agent
 from paceline.launch.agent import Silence, State
+from paceline.launch.coordinator import Hosts, Job
+from paceline.launch.ends import how_it_ended
 from paceline.launch.nodes import Node, order_for, ranked
 from paceline.launch.options import NamedHost
+from paceline.launch.signals import StopSignals
+from paceline.launch.ssh import Connection, Ssh
 
 
 class Agent:
@@ -66,3 +75,53 @@ def test_a_pause_of_this_process_is_no_silence_of_the_other_end(monkeypatch: pyt
         assert silence.is_too_long() == (second > 12), "a second of the pause counts"
     silence.heard()
     assert not silence.is_too_long()
+
+
+class Obedient:
+    """A connection to a host whose ranks end at once, in each attempt with the next of these exit statuses."""
+
+    def __init__(self, *codes: int):
+        self.codes, self.greeting = list(codes), "hello"
+        self.state = State(num_ranks=1, port=1, newest=5)
+
+    def send(self, message: dict[str, Any] | None = None) -> None:
+        if place := (message or {}).get("place"):
+            code, rank = self.codes.pop(0), str(place["first_rank"])
+            began_at = 5 if code == EXIT_RESUMABLE else None
+            reports = {rank: asdict(Status(code))}
+            self.state = replace(self.state, attempt=place["attempt"], began_at=began_at, reports=reports)
+
+    def is_lost(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.greeting = ""
+
+    def wait(self, until_s: float) -> None:
+        assert not self.greeting
+
+
+@pytest.mark.parametrize(("least", "status"), [(1, EXIT_FAILED), (2, EXIT_USER)])
+def test_a_host_that_comes_back_unfit_does_not_end_the_others(least: int, status: int) -> None:
+    """Finds: a driver that is not loaded after a reboot, and the run of the healthy hosts is refused at night."""
+    job = Job(command=[], run=Path("run"), least=least, max_restarts=0, grace_s=1.0, timeout_s=1.0)
+    signals = cast(StopSignals, SimpleNamespace(first=None, is_urgent=False))
+    crew = Hosts([NamedHost(name, "1") for name in "abc"], job, Ssh("false", "python", "/"), signals)
+    a, b, c = crew.nodes
+    c.is_refused = True
+    crew._have_answered = True
+    healthy = Obedient(EXIT_RESUMABLE, EXIT_USER, EXIT_RESUMABLE)
+    a.connection = cast(Connection, healthy)
+    b.connection = cast(Connection, Obedient(EXIT_RESUMABLE))
+    for each in (a, b):
+        each.has_task = True
+    assert crew.run(0)
+    b.connection = cast(Connection, Obedient(EXIT_USER))
+    ends = crew.run(1)
+    assert ends
+    assert how_it_ended(ends).status == status
+    if status == EXIT_FAILED:
+        assert ends.lost == ("b",)
+        assert crew.run(2)
+        assert not healthy.codes
+        assert [each.name for each in crew._members] == ["a"]

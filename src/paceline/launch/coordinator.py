@@ -77,6 +77,7 @@ class Hosts:
         self._name = uuid.uuid4().hex
         self._num_passed_on = 0  # signals
         self._took_in_s = float("-inf")
+        self._trained: list[Connection | None] = []  # of the hosts that trained last
         self._reached = 0  # the last step that rank 0 recorded
         self._copier = Copier(ssh, job.run)
         self._have_answered = False  # all hosts, each with a greeting or a problem: the command may begin
@@ -127,6 +128,8 @@ class Hosts:
                 if order != node.order and node.connection:
                     node.order = order
                     node.connection.send({"order": order})
+        if unfit := self._leave_out(members, lost):
+            return Ends(ranks=range(0), reports={}, exits={}, lost=tuple(node.name for node in unfit))
         return self._outcome(members, lost, makes_room)
 
     # ---- between attempts ----
@@ -247,6 +250,25 @@ class Hosts:
         say(f"host {new[0].name} is back: saving, to take it in")
         self._took_in_s = now
         return True
+
+    def _leave_out(self, members: Sequence[Node], lost: Sequence[Node]) -> list[Node]:
+        """Lets go of hosts that have come (back) if the ranks could not begin to train with them: the others can, which
+        trained before. Returns these hosts."""
+        if members[0].state.began_at is not None:
+            self._trained = [node.connection for node in members]
+            return []
+        new = [node for node in members if node.connection not in self._trained]
+        is_well = all(node.ended_well() for node in members)
+        if lost or is_well or self._signals.first or len(members) - len(new) < self._job.least:
+            return []
+        for node in new:
+            assert node.connection
+            say(f"warning: ranks cannot begin with {node.name}, and train without it; to use it, start `launch` again")
+            node.is_refused = True
+            node.connection.close()
+            node.connection.wait(time.monotonic() + _REFUSED_S)
+            node.connection = None
+        return new
 
     # ---- the end ----
 
