@@ -1498,6 +1498,20 @@ MUTATIONS = (
         "train/test_changes.py::test_a_change_that_would_make_another_run_is_refused_and_changes_nothing",
     ),
     Mutation(
+        "a host that lacks the run is compared with the run's stored config",
+        "train/meet.py",
+        "replace(request.asked or request.config, data=request.config.data)",
+        "request.config",
+        "train/test_folders_apart.py::test_a_host_that_lacks_the_run_continues_it_with_the_others",
+    ),
+    Mutation(
+        "a host that lacks the run trains with what the command says",
+        "train/meet.py",
+        '"the config of rank 0", Config())\n    for',
+        '"the config of rank 0", Config())\n    config = request.config\n    for',
+        "train/test_folders_apart.py::test_a_host_that_lacks_the_run_continues_it_with_the_others",
+    ),
+    Mutation(
         "a run whose checkpoints are gone begins at step 0",
         "train/restoring.py",
         "if setup.group.broadcast_json(setup.world.is_main and setup.folder.has_saved()):",

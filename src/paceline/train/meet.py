@@ -87,8 +87,9 @@ class Setup:
 def meet(request: Request, world: World, data: TrainingData, console: Console, stop: StopRequest) -> Setup:
     """Returns this rank's part of an agreed run. Collective. Raises UserError on all ranks, naming them and both
     values, if required facts differ."""
-    require_alike(world.group, request.config, data.blend)
-    asked = _with_begun_size(request, world)
+    # The data was opened with this host's config; all else of a run that continues is rank 0's.
+    require_alike(world.group, replace(request.asked or request.config, data=request.config.data), data.blend)
+    asked = _config_of_rank_0(request, world)
     asked = replace(asked, data=asked.data.absolute())  # as recorded: a resume may start in another folder
     vocab_size, dtype = data.blend.first.vocab_size, product_dtype(chosen_dtype(asked, world.facts, []))
     peak = peak_flops(world.device, dtype)
@@ -136,21 +137,24 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     return setup
 
 
-def _with_begun_size(request: Request, world: World) -> Config:
-    """Returns the request's config. With model.size auto, a command that is started again keeps the size that its first
-    attempt chose. Collective."""
-    config = request.config
-    if config.model.size == "given":
-        return config
+def _config_of_rank_0(request: Request, world: World) -> Config:
+    """Returns rank 0's config with this host's own paths and devices: a host that is new to the run has only what the
+    command says. With model.size auto, a command that is started again keeps the size that its first attempt chose.
+    Collective."""
 
-    def begun() -> str | None:
+    def text() -> str:
+        config = request.config
         stored = RunFolder(request.out).config if request.is_restart and request.out else None
-        return stored.read_text(encoding="utf-8") if stored and stored.exists() else None
+        if config.model.size == "auto" and stored and stored.exists():
+            begun = from_toml(stored.read_text(encoding="utf-8"), "config.toml of the run", Config())
+            config = with_size_of(begun, config)
+        return to_toml(config)
 
-    text = from_rank_0(world.group, begun)
-    if text is None:
-        return config
-    return with_size_of(from_toml(text, "config.toml of the run", Config()), config)
+    config = from_toml(from_rank_0(world.group, text), "the config of rank 0", Config())
+    for name in _LOCAL:
+        section, item = name.replace("-", "_").split(".")
+        config = config.replace(section, **{item: getattr(getattr(request.config, section), item)})
+    return replace(config, track=request.config.track)
 
 
 def open_folder(request: Request, world: World, config: Config, blend: Blend) -> tuple[Request, RunFolder, bool]:

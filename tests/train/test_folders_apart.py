@@ -1,0 +1,38 @@
+"""Hosts whose run folders are their own, as on nodes without a shared disk: what a host that lacks the run does."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from program import losses
+from ranks import run_ranks
+from whole_runs import first_ranks, tiny
+
+from paceline.cli.train import _continued
+from paceline.train.loop import train
+from paceline.train.request import Request
+from paceline.world.config import ParallelConfig
+from paceline.world.env import Environment
+
+
+def stopped_and_continued(_: ParallelConfig, env: Environment, base: Path) -> None:
+    """Trains on two ranks. The second one's folder is lost, and the command comes again with a setting left out."""
+    folder = base / f"host-{env.rank}/run"
+    asked = tiny(train__dtype="auto", train__eval_every=-1)
+    begun = asked.replace("optim", beta1=0.5)
+    for config, status in ((begun.replace("train", stop_at_step=2), 75), (asked, 0)):
+        request = _continued(Request(config, folder))
+        with first_ranks(2, env, base) as world:
+            assert world
+            assert train(request, world) == status
+        if env.rank == 1:
+            shutil.rmtree(folder)
+    if env.rank == 0:
+        assert train(Request(begun, base / "straight"), Environment()) == 0
+
+
+def test_a_host_that_lacks_the_run_continues_it_with_the_others(tmp_path: Path) -> None:
+    """Finds: stored and asked configs are compared, so that a node which replaces another ends the run. And: its own
+    settings count."""
+    run_ranks(stopped_and_continued, 2, tmp_path, opened=False)
+    assert losses(tmp_path / "host-0/run") == pytest.approx(losses(tmp_path / "straight"), abs=1e-5)
