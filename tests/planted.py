@@ -1512,6 +1512,13 @@ MUTATIONS = (
         "train/test_folders_apart.py::test_a_host_that_lacks_the_run_continues_it_with_the_others",
     ),
     Mutation(
+        "the stop of an earlier session ends the restarts of a torchrun",
+        "cli/start.py",
+        "not is_complete and was_written",
+        "not is_complete",
+        "launch/test_job.py::test_the_stop_of_an_earlier_session_does_not_end_a_later_one",
+    ),
+    Mutation(
         "a run whose checkpoints are gone begins at step 0",
         "train/restoring.py",
         "if setup.group.broadcast_json(setup.world.is_main and setup.folder.has_saved()):",

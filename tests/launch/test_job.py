@@ -108,6 +108,18 @@ def test_a_run_that_stopped_on_request_in_the_torchrun_that_began_it_is_over(wri
     assert again.config.model.vocab_size == 512
 
 
+def test_the_stop_of_an_earlier_session_does_not_end_a_later_one(written: Callable[..., Path]) -> None:
+    """Whose first attempt died before it recorded anything. Finds: its restarts say that it was asked to stop."""
+    path = Path("runs") / "first"
+    request = Request(Config(), path)
+    written(path, "SIGINT on rank 0", request=request)
+    assert for_this_attempt(request, life(1))[1] == "SIGINT on rank 0"
+    later_ns = (path / "events.jsonl").stat().st_mtime_ns + 1_000_000
+    os.utime(path / "job", ns=(later_ns, later_ns))
+    again, over = for_this_attempt(request, life(1))
+    assert (again.is_restart, over) == (True, "")
+
+
 def test_the_name_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert job_name("", "train") is None

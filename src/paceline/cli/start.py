@@ -236,12 +236,13 @@ def for_this_attempt(request: Request, env: Environment) -> tuple[Request, str]:
     out = request.out or run_folder.find_own(RUNS, job)
     is_own = out is not None and run_folder.is_own(out, job)
     last = run_folder.last_event(out) if out and is_own else {}
+    was_written = out is not None and run_folder.was_written_since_lock(out)  # else the end is of an earlier session
     is_complete = last.get("reason") == run_folder.COMPLETE
     # The first attempt of a torchrun with the same run id and command: requeued, or a new run of the same kind.
     is_restart = request.is_restart or (is_own and (env.attempt > 0 or not (request.resume or is_complete)))
     if not is_restart:
         out = request.out
-    is_ended = env.attempt > 0 and last.get("event") == "end" and not is_complete
+    is_ended = env.attempt > 0 and last.get("event") == "end" and not is_complete and was_written
     over = str(last["reason"]) if is_ended and not _is_restart(str(last["reason"])) else ""
     # An attempt that ended before its checkpoint was restored has not set the later ones aside: it is asked for again.
     resume_step = None if out and is_restart and run_folder.has_resumed(out, job) else request.resume_step

@@ -261,6 +261,13 @@ def last_event(path: Path) -> Row:
     return events[-1] if events else {}
 
 
+def was_written_since_lock(path: Path) -> bool:
+    """Returns whether the last attempt that locked the run, and so recorded its job, has recorded an event, too."""
+    with contextlib.suppress(OSError):
+        return (path / "events.jsonl").stat().st_mtime_ns >= (path / "job").stat().st_mtime_ns
+    return False
+
+
 def has_resumed(path: Path, job: str | None) -> bool:
     """Returns whether an attempt of this job has restored a checkpoint of the run in this folder."""
     return any(event.get("event") == "resume" and event.get("job") == job for event in _events(path))
