@@ -804,6 +804,22 @@ MUTATIONS = (
         "",
         "replica/test_gan.py::test_two_ranks_train_as_one_process_and_save_what_both_steps_changed",
     ),
+    Mutation(
+        "local: a run that has ended is averaged again by its resume",
+        "sync/local.py",
+        "if not any(fragment.weight or fragment.transfer for fragment in self._fragments):",
+        "if not self._fragments:",
+        "sync/test_local.py::test_a_run_that_ends_where_it_was_restored_has_saved_the_average_that_it_shows",
+        is_long=True,
+    ),
+    Mutation(
+        "local: the average of a run that ends where it was restored is not saved",
+        "train/saves.py",
+        "        self._restored_step = 0\n        self._progress.val_loss = None\n",
+        "",
+        "sync/test_local.py::test_a_run_that_ends_where_it_was_restored_has_saved_the_average_that_it_shows",
+        is_long=True,
+    ),
     # ---- optim: an update ----
     Mutation(
         "bias correction stays that of the first update",

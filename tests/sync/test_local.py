@@ -345,6 +345,23 @@ def test_a_run_that_was_stopped_in_its_last_step_has_saved_the_average(made) -> 
     assert end(folder)["digest"] == end(made[0] / "straight")["digest"] == overall(load_weights(folder))
 
 
+def end_at_once(_: ParallelConfig, env: Environment, folder: Path) -> None:
+    config = tiny(parallel__wire="int4", train__steps=3)
+    assert train(Request(tiny(parallel__wire="int4", train__stop_at_step=3), folder), env) == 75
+    for _ in range(2):
+        assert train(Request(config, folder, resume=True), env) == 0
+
+
+@pytest.mark.long
+def test_a_run_that_ends_where_it_was_restored_has_saved_the_average_that_it_shows(tmp_path: Path) -> None:
+    """And a resume of what has ended averages nothing: messages of int4 had too much, and would move the weights."""
+    folder = tmp_path / "run"
+    run_ranks(end_at_once, 2, folder, opened=False)
+    digests = [event["digest"] for event in whole_runs.events(folder, "end")]
+    assert digests[1:] == [overall(load_weights(folder))] * 2
+    assert list(whole_runs.evaluations(folder)) == [3]
+
+
 @pytest.mark.long
 def test_a_step_sends_its_part_of_the_weights(made) -> None:
     num_bytes = 4 * sum(tensor.numel() for tensor in load_weights(made[0] / "straight").values())

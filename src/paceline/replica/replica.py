@@ -233,12 +233,12 @@ class Replica(ReplicatedModel):
         self.stop_reason = why_to_stop([row[0] for row in self.world.group.share([self.vote])])
         return self.stop_reason
 
-    def merge(self) -> None:
+    def merge(self) -> bool:
         """Makes the weights of all ranks their average: call it after the last step with strategy `local`. Does nothing
-        with others. Collective."""
+        with others. Returns whether that may have changed them. Collective."""
         self.world.calls.record("Replica.merge")
         self.wait_copied()
-        self.sync.merge()
+        return self.sync.merge()
 
     # ---- the model ----
 

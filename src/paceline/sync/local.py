@@ -88,15 +88,18 @@ class LocalSync(BucketedSync):
             self._num_steps += 1
             self._send_next()
 
-    def merge(self) -> None:
+    def merge(self) -> bool:
         """Makes every rank's weights and the anchor the ranks' average, without momentum. Collective."""
         self.wait_for_params()
+        if not any(fragment.weight or fragment.transfer for fragment in self._fragments):
+            return False  # no step since the last one, which what messages had too much must not move
         for fragment in self._fragments:
             if fragment.transfer is None:
                 fragment.send(self._world)
         for fragment in self._fragments:
             fragment.merge(is_last=True)
             torch._foreach_copy_(fragment.own, fragment.anchor)
+        return True
 
     def release(self) -> None:
         for fragment in self._fragments:

@@ -130,9 +130,10 @@ class Strategy(ABC):
         """Returns the context of an evaluation, in which the model has the weights that all ranks share."""
         return nullcontext()
 
-    def merge(self) -> None:
-        """At the end of training: makes the ranks' weights equal. They are, except with local. Collective then."""
-        return
+    def merge(self) -> bool:
+        """At the end of training: makes the ranks' weights equal, which they are, except with local. Returns whether
+        that may have changed them. Collective then."""
+        return False
 
     # ---- a checkpoint, and the end ----
 

@@ -270,8 +270,9 @@ class Training:
         console, recorder = setup.console, setup.recorder
         if stop_reason:
             console.say(f"stopping at step {step} ({stop_reason}): saving")
-        if setup.settings.share_done(self.progress) >= 1.0:  # also if it was stopped in its last step
-            setup.replica.merge()
+        is_done = setup.settings.share_done(self.progress) >= 1.0  # also if it was stopped in its last step
+        if is_done and setup.replica.merge():
+            self.saves.has_changed()
         self.saves.save_and_wait(self.progress)
         if stop_reason is None and config.train.eval_every >= 0 and self.progress.val_loss is None:
             reason = self._evaluate()

@@ -47,6 +47,11 @@ class Saves:
         self._restored_step = setup.progress.step  # whose checkpoint is there; 0: it may be none
         self._best: dict[int, float] = {}  # step and loss of the best one, while it is written
 
+    def has_changed(self) -> None:
+        """The weights are no longer those that were restored, and perhaps evaluated: what is there is not of them."""
+        self._restored_step = 0
+        self._progress.val_loss = None
+
     def save_if_due(self) -> None:
         """Starts a save of this step if one is due, by its number or by the time since the last save."""
         every, since_s = self._config.every, self._progress.elapsed_s - self._saved_at_s
