@@ -1880,6 +1880,13 @@ MUTATIONS = (
         "cli/test_launch.py::test_ranks_that_resume_an_address_write_the_folder_to_which_it_is_brought",
     ),
     Mutation(
+        "rank 0 begins at step 0 where another host has the run's checkpoints",
+        "train/meet.py",
+        "if with_saves and not num_saved:",
+        "if False:",
+        "train/test_folders_apart.py::test_a_host_that_lacks_the_run_continues_it_with_the_others",
+    ),
+    Mutation(
         "a full disk behind standard output is not told",
         "cli/main.py",
         "        raise\n    _flush()\n",

@@ -1,6 +1,7 @@
 """Hosts whose run folders are their own, as on nodes without a shared disk: what a host that lacks the run does."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from program import losses
 from ranks import run_ranks
 from whole_runs import first_ranks, tiny
 
+from paceline.base.errors import UserError
 from paceline.cli.train import _continued
 from paceline.train.loop import train
 from paceline.train.request import Request
@@ -25,6 +27,12 @@ def stopped_and_continued(_: ParallelConfig, env: Environment, base: Path) -> No
         with first_ranks(2, env, base) as world:
             assert world
             assert train(request, world) == status
+        if status == 75:  # the next job counts its nodes in another order
+            swapped = replace(request, out=base / f"host-{1 - env.rank}/run", is_restart=True)
+            with first_ranks(2, env, base) as world:
+                assert world
+                with pytest.raises(UserError, match=r"has checkpoints in .* which has rank 0, has none"):
+                    train(swapped, world)
         if env.rank == 1:
             shutil.rmtree(folder)
     if env.rank == 0:
@@ -32,7 +40,9 @@ def stopped_and_continued(_: ParallelConfig, env: Environment, base: Path) -> No
 
 
 def test_a_host_that_lacks_the_run_continues_it_with_the_others(tmp_path: Path) -> None:
-    """Finds: stored and asked configs are compared, so that a node which replaces another ends the run. And: its own
+    """Mutation: rank 0 begins at step 0 where another host has the run's checkpoints.
+
+    Finds: stored and asked configs are compared, so that a node which replaces another ends the run. And: its own
     settings count."""
     run_ranks(stopped_and_continued, 2, tmp_path, opened=False)
     assert losses(tmp_path / "host-0/run") == pytest.approx(losses(tmp_path / "straight"), abs=1e-5)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -165,12 +165,23 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
     cannot write to its own folder.
     """
     folder = RunFolder(request.out or RUNS)
+    num_saved = 0
+    with suppress(OSError):  # rank 0 says what is wrong with its folder
+        num_saved = len(list_steps(folder.checkpoints)) if request.out else 0
+    with_saves = [rank for rank, row in enumerate(world.group.share([num_saved])) if row[0]]
 
     def make() -> dict[str, Any]:
         nonlocal folder
         resumes = request.resume or request.is_restart
         with _writing_to(request.out or RUNS):
             path = request.out or request.new_folder()
+            if with_saves and not num_saved:  # no silent start from step 0
+                host, others = world.peers[0].host, sorted({world.peers[rank].host for rank in with_saves})
+                raise UserError(
+                    f"host {', '.join(others)} has checkpoints in {path}, and host {host}, which has rank 0, has none. "
+                    f"To continue that run, copy the folder to {host} or give rank 0 to a host that has it; for a new "
+                    "run choose another --out"
+                )
             if not resumes:
                 run_folder.check_new(path)
                 folder = run_folder.create(path)
