@@ -1486,6 +1486,13 @@ MUTATIONS = (
         "train/test_ends.py::test_a_resumed_run_that_gives_up_again_keeps_the_state_before_them",
     ),
     Mutation(
+        "a resume that is refused marks an ended run as failed",
+        "replica/recorder.py",
+        'if self.world.is_main and last_event(self.folder.path).get("event") != "end":',
+        "if self.world.is_main:",
+        "train/test_changes.py::test_an_end_that_is_behind_is_refused_however_it_is_given",
+    ),
+    Mutation(
         "what is saved before a run gives up is not sent",
         "train/loop.py",
         "        self.saves.send_the_rest()  # this process ends now, and another machine may continue the run\n",

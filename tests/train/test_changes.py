@@ -20,6 +20,8 @@ from paceline.base.errors import RunError, UserError
 from paceline.base.faults import Injected
 from paceline.config import Config, from_toml
 from paceline.data.plan import BatchPlan
+from paceline.record.folder import RunFolder
+from paceline.record.state import read_state
 from paceline.train.progress import Progress
 from paceline.train.restoring import _restore_shares
 
@@ -114,6 +116,9 @@ def test_an_end_that_is_behind_is_refused_however_it_is_given(run_folder: Path) 
     with pytest.raises(UserError, match=r"train\.time-budget 0\.001"):
         resume(run_folder, train__steps=0, train__time_budget=0.001)
     assert resume(run_folder) == 0
+    with pytest.raises(UserError, match="comes before the checkpoint of step 6"):
+        resume(run_folder, train__steps=5)
+    assert read_state(RunFolder(run_folder)).kind == "ended", "a resume that is refused has changed nothing"
     assert resume(run_folder) == 0, "a run that is complete stays so, and nobody is refused"
     assert len(events(run_folder, "end")) == 3
 

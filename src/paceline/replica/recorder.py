@@ -14,7 +14,7 @@ from paceline.checkpoint.save import Outcome
 from paceline.record import summary
 from paceline.record.config import LogConfig
 from paceline.record.console import Console
-from paceline.record.folder import RunFolder
+from paceline.record.folder import RunFolder, last_event
 from paceline.record.rows import MOST_LISTED, StepRow
 from paceline.record.state import read_state
 from paceline.record.stragglers import Over, Stragglers
@@ -94,9 +94,11 @@ class StepRecorder:
             self.event("checkpoint", step=outcome.step, seconds=round(outcome.seconds, 3), bytes=outcome.num_bytes)
 
     def failed(self, step: int, error: BaseException) -> None:
-        """Records why this rank ends; its traceback goes to its log. No collective: other ranks may be gone."""
+        """Records why this rank ends; its traceback goes to its log. An end that is recorded stays the run's: a resume
+        that was refused has changed nothing. No collective: other ranks may be gone."""
         self.console.log(f"stopped at step {step}\n{''.join(traceback.format_exception(error))}")
-        self.event("failed", step=step, error=str(error) or type(error).__name__)
+        if self.world.is_main and last_event(self.folder.path).get("event") != "end":
+            self.event("failed", step=step, error=str(error) or type(error).__name__)
 
     def ended(self, step: int, reason: str, unit: str = "tokens", dealt: str = "sequences", **facts: Any) -> None:
         """Records the end of the run, and prints where the time went. reason: COMPLETE, or why it stopped. unit, dealt:
