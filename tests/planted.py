@@ -1493,6 +1493,13 @@ MUTATIONS = (
         "train/test_changes.py::test_an_end_that_is_behind_is_refused_however_it_is_given",
     ),
     Mutation(
+        "a rank that is started again has the whole time of train.stop-after anew",
+        "replica/stopping.py",
+        "process = process.parent() or process",
+        "pass",
+        "train/test_stop_requests.py::test_a_time_limit_counts_from_the_start_of_the_launcher",
+    ),
+    Mutation(
         "what is saved before a run gives up is not sent",
         "train/loop.py",
         "        self.saves.send_the_rest()  # this process ends now, and another machine may continue the run\n",

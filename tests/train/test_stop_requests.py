@@ -2,10 +2,13 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
+from paceline.base.process import LAUNCHER, STATUS_FOLDER
 from paceline.replica.stopping import StopRequest, why_to_stop
 
 
@@ -33,3 +36,12 @@ def test_a_hangup_that_nohup_has_ignored_stays_so() -> None:
         os.kill(os.getpid(), signal.SIGHUP)
         assert stop.vote == 0.0
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize("name", [LAUNCHER, "TORCHELASTIC_RUN_ID"])
+def test_a_time_limit_counts_from_the_start_of_the_launcher(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """It starts ranks again, and a queue's limit is its own. This process's parent stands for it."""
+    began_s = [psutil.Process(pid).create_time() for pid in (os.getppid(), os.getpid())]
+    monkeypatch.setenv(STATUS_FOLDER, "/")
+    monkeypatch.setenv(name, str(os.getppid()))
+    assert why_to_stop([StopRequest(time.time() - sum(began_s) / 2).vote]) == "train.stop-after on rank 0"

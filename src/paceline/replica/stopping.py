@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 import psutil
 
 from paceline.base.errors import Stopped
-from paceline.base.process import STOP_SIGNALS, handled, stopped_early
+from paceline.base.process import STOP_SIGNALS, handled, has_launcher, stopped_early
 from paceline.world.calls import mistake
 
 _TIME_LIMIT = -1.0  # the vote of a rank that is past its time limit
@@ -19,7 +19,7 @@ _TIME_LIMIT = -1.0  # the vote of a rank that is past its time limit
 
 class StopRequest:
     """While open, SIGINT, SIGTERM, SIGUSR1 and SIGHUP set the stop flag instead of ending the process; so does a
-    process age of `after_s` seconds (0: no limit).
+    process age of `after_s` seconds (0: no limit): that of the launcher, if there is one, which starts ranks again.
 
     Until `is_training` is set, a signal ends the process at once by Stopped: there is nothing to save yet. A SIGHUP
     that is ignored (nohup) stays ignored. A second SIGINT raises KeyboardInterrupt. During a collective Python delays
@@ -29,7 +29,10 @@ class StopRequest:
     def __init__(self, after_s: float = 0.0, is_training: bool = True) -> None:
         self.is_training = is_training
         self._signal: str | None = None
-        age_s = time.time() - psutil.Process().create_time()
+        process = psutil.Process()
+        if has_launcher() or "TORCHELASTIC_RUN_ID" in os.environ:
+            process = process.parent() or process
+        age_s = time.time() - process.create_time()
         self._deadline_s = time.monotonic() + after_s - age_s if after_s else float("inf")
         self._handled = handled(STOP_SIGNALS, self._on_signal)
 
