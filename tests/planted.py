@@ -970,6 +970,13 @@ MUTATIONS = (
         "checkpoint/test_integrity.py::test_what_was_asked_is_kept_and_no_more",
     ),
     Mutation(
+        "a resume that is refused has set later checkpoints aside at the address",
+        "checkpoint/storage.py",
+        'if self._goes_on and "later" in self._identity:',
+        'if "later" in self._identity:',
+        "checkpoint/test_storage.py::test_an_earlier_step_is_gone_on_with_where_the_run_was_first",
+    ),
+    Mutation(
         "on a bucket a manifest comes before the files that it lists",
         "checkpoint/storage.py",
         "        for file in files:\n            self._require_owner()",

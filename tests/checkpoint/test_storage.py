@@ -116,7 +116,8 @@ def test_what_is_brought_is_verified(at: At) -> None:
     assert read(target / "checkpoints" / folder_name(1)) == read(at.run / "checkpoints" / folder_name(1))
     assert not list((target / "checkpoints").glob(".*"))
     at.run = target  # step 2 is set aside there, and this run continues from 1
-    at.send()
+    with at.sending() as sender:
+        sender.supersede()
     assert at.steps == [1]
     assert (at.there / "checkpoints" / f"superseded-{folder_name(2)}" / MANIFEST).exists()
     (at.there / "checkpoints" / folder_name(1) / MANIFEST).write_bytes(b"{")
@@ -151,7 +152,8 @@ def test_a_folder_from_which_the_run_moved_away_gets_what_it_lacks(at: At) -> No
 
 
 def test_an_earlier_step_is_gone_on_with_where_the_run_was_first(at: At) -> None:
-    """Finds: a refusal for ever, because the later steps of another machine were not set aside at the address."""
+    """Finds: a refusal for ever, because the later steps of another machine were not set aside at the address. They
+    are there until the run goes on: a resume that is refused after it has begun to send changes nothing."""
     at.save(2, 4)
     at.send()
     first, at.run = at.run, at.run.parent / "other"
@@ -162,6 +164,9 @@ def test_an_earlier_step_is_gone_on_with_where_the_run_was_first(at: At) -> None
     assert json.loads((first / "metrics.jsonl").read_text()) == {"step": 4}, "it has its own rows"
     at.run = first
     at.send()
+    assert at.steps == [2, 4, 6]
+    with at.sending() as sender:
+        sender.supersede()
     assert at.steps == [2, 4]
     assert (at.there / "checkpoints" / f"superseded-{folder_name(6)}" / MANIFEST).exists()
 

@@ -75,7 +75,7 @@ def _bring(bucket: Bucket, folder: Path, step: int | None, progress: Callable[[]
             with contextlib.suppress(mf.Damaged):
                 _fetch(bucket, checkpoints, int(best[1]), progress)
                 replace(folder / BEST, f"{best[0]}\n".encode(), 0o600)
-        # The run continues from this one: `Storage` sets later ones aside at the address, a resume those here.
+        # The run continues from this one: once restored, `Storage` sets later ones aside at the address.
         known["later"] = [later for later in steps if later > wanted and (newest not in here or later not in here)]
         replace(folder / IDENTITY, json.dumps(known).encode(), 0o600)
         return problems

@@ -48,7 +48,7 @@ class Storage:
         self.sending: int | None = None  # the step that is being sent; retention keeps it
         self._news: deque[tuple[str, dict[str, Any]]] = deque()
         self._problem = ""  # of the last try
-        self._is_owner = self._is_given_up = self._is_complete = False
+        self._is_owner = self._is_given_up = self._is_complete = self._goes_on = False
         self._wake, self._ended = threading.Event(), threading.Event()
         self._end_by_s: float | None = None
         self._threads = [
@@ -72,8 +72,7 @@ class Storage:
         except Exception as error:
             if self._identity.get("to") != self.url:
                 raise UserError(f"checkpoint.to {self.url} cannot be used: {text_of(error)}") from None
-        content = {"to": self.url, "id": self._owner["id"]}
-        replace(self._folder / IDENTITY, json.dumps(content).encode(), 0o600)
+        self._record_identity(self._identity.get("later", []))
         self._wake.set()
         for thread in self._threads:
             thread.start()
@@ -81,6 +80,12 @@ class Storage:
     def saved(self, step: int) -> None:
         """Sends a checkpoint that is complete here, soon."""
         self._sent.discard(step)  # it may replace one of the same step
+        self.supersede()
+
+    def supersede(self) -> None:
+        """The run goes on from what was brought: sets later checkpoints aside at the address, soon. Not before: a
+        resume that is refused changes nothing."""
+        self._goes_on = True
         self._wake.set()
 
     def take_news(self) -> list[tuple[str, dict[str, Any]]]:
@@ -144,8 +149,10 @@ class Storage:
         # Of two that come at once the later one has it, and the other finds that before it completes a checkpoint.
         self._bucket.write(OWNER, json.dumps(self._owner).encode())
         self._is_owner = True
-        for step in later:
-            self._set_aside(step)
+
+    def _record_identity(self, later: list[int]) -> None:
+        content = {"to": self.url, "id": self._owner["id"], "later": later}
+        replace(self._folder / IDENTITY, json.dumps(content).encode(), 0o600)
 
     def _is_set_aside(self, step: int) -> bool:
         """Whether a resume at an earlier step has superseded the very checkpoint that is there: there may be a later
@@ -221,6 +228,12 @@ class Storage:
 
     def _send_all(self) -> None:
         """Makes the address have what the run folder has: the newest first, and nothing that retention removed."""
+        if self._goes_on and "later" in self._identity:
+            for step in reversed(self._identity["later"]):  # the newest first, as in the run folder
+                self._require_owner()
+                self._set_aside(step)
+            self._record_identity([])
+            del self._identity["later"]
         there, here = self._bucket.steps(), list_steps(self._checkpoints)
         for step in there:
             if step not in here and self._is_set_aside(step):  # first, so that none of them is ever the newest

@@ -250,6 +250,8 @@ class CheckpointFolder:
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(f"{path} does not fit these models and optimizers: {error}", reach="world") from error
         self._verified.clear()
+        if self.storage is not None:
+            self.storage.supersede()
         for name, each in self._replicas.items():
             each.take_facts(manifest["replicas"][name])
         for name, thing in self._others.items():
