@@ -1901,6 +1901,20 @@ MUTATIONS = (
         "cli/test_launch.py::test_ranks_that_resume_an_address_write_the_folder_to_which_it_is_brought",
     ),
     Mutation(
+        "an evaluation leaves casts of its weights in a script's autocast",
+        "sync/local.py",
+        "        torch.clear_autocast_cache()  # a script's context may have copies of the weights that were there\n",
+        "",
+        "replica/test_updates.py::test_an_evaluation_within_a_scripts_autocast_leaves_no_weights_of_its_own",
+    ),
+    Mutation(
+        "a Run that is made again forgets what was not saved",
+        "replica/run.py",
+        "if self._loop is None and self.replica.is_current and self.replica.num_steps > self._first:",
+        "if False:",
+        "replica/test_run.py::test_a_cell_that_runs_again_makes_the_run_again",
+    ),
+    Mutation(
         "rank 0 begins at step 0 where another host has the run's checkpoints",
         "train/meet.py",
         "if with_saves and not num_saved:",

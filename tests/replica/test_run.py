@@ -217,7 +217,7 @@ def test_what_is_no_run_of_a_script_is_refused(tmp_path: Path) -> None:
 
 
 def twice(world: World, folder: Path) -> list[int]:
-    """A notebook's cell that runs again: the steps made before and after it."""
+    """A notebook's cell that runs again, and did not save: the steps made before and after it."""
     net = nn.Linear(2, 1)
     replica = Replica(net, torch.optim.SGD(net.parameters(), 0.1), world)
     made = []
@@ -227,7 +227,6 @@ def twice(world: World, folder: Path) -> list[int]:
             for (x,) in step:
                 step.backward(net(x).mean())
             step.finish()
-        script.save()
         made.append(replica.num_steps)
     for _ in range(2):  # a loop of one's own
         result = replica.train(torch.ones(4, 2), lambda x: net(x).mean())

@@ -1,5 +1,6 @@
 """Optimizers that update slices of parameters."""
 
+import contextlib
 import copy
 import warnings
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from paceline.base.errors import UserError
 from paceline.optim.optimizer import ParamSlice
@@ -82,3 +84,32 @@ def test_an_update_within_a_scripts_autocast_has_its_effect(world: World) -> Non
     losses = losses_in_autocast(world, is_one=False)
     assert losses[1] < losses[0]
     assert losses_in_autocast(world, is_one=True) == losses
+
+
+def evaluated_in_autocast(world: World) -> list[list[float]]:
+    """Local steps and evaluations, in one context of autocast for all, or one for each."""
+    losses: list[list[float]] = []
+    for is_one in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        replica = Replica(model, optimizer, world, strategy="local", sync_every=8)
+        rows = torch.arange(16.0).view(4, 4) / 16
+
+        def loss_of(x: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
+            return model(x).float().square().mean()
+
+        losses.append([])
+        with torch.autocast("cpu", torch.bfloat16) if is_one else contextlib.nullcontext():
+            for _ in range(3):
+                with torch.autocast("cpu", torch.bfloat16):
+                    losses[-1].append(replica.train(rows, loss_of).loss)
+                with torch.autocast("cpu", torch.bfloat16):
+                    losses[-1].append(replica.evaluate(TensorDataset(rows), loss_of, batch_size=4))
+    return losses
+
+
+def test_an_evaluation_within_a_scripts_autocast_leaves_no_weights_of_its_own() -> None:
+    """Mutation: the next step reads copies of the weights that ranks have in common, which an evaluation made."""
+    for of_each, of_all in run_ranks(evaluated_in_autocast, 2):
+        assert of_all == of_each

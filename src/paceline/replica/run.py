@@ -377,6 +377,8 @@ class Run:
         Collective."""
         if folder == self.folder.path:
             self._write()
+            if self._loop is None and self.replica.is_current and self.replica.num_steps > self._first:
+                self._save_last()  # else the new one goes back to the save before, and drops the rows of what follows
             self._let_go()
         elif self._recorded > self._first and self._loop is None:
             self._leave()
@@ -406,13 +408,19 @@ class Run:
             warn(f"run.log gave {', '.join(self._logged)} after the last row, and no row has it", self.world)
         if not self.replica.is_current:
             warn("steps since the last save are not saved: another Replica was made of this run's model", self.world)
-        elif self.replica.num_steps and self._saved != (self.replica.num_steps, self._val_loss()):
-            self.save()
+        elif self.replica.num_steps:
+            self._save_last()
         self._finish_saves()
         code = exit_status()
         self._end(f"exit status {code}" if code else COMPLETE)
         shown = shlex.quote(self.folder.shown)
         self._console.say(f"run folder {shown}\n\nTry next:\n  paceline report {shown}   # one page of plots")
+
+    def _save_last(self) -> None:
+        """Saves the last step, unless it is saved, and waits until it is written. Collective."""
+        if self._saved != (self.replica.num_steps, self._val_loss()):
+            self.save()
+        self._finish_saves()
 
     def _finish_saves(self) -> None:
         self.checkpoints.finish()

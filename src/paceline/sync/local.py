@@ -140,14 +140,17 @@ class LocalSync(BucketedSync):
     def shared_weights(self) -> Iterator[None]:
         self.wait_for_params()
         self._shows_anchor = True
-        for name, parameter in self._trained.items():
-            parameter.data = self._anchor[name]
+        self._show(self._anchor)
         try:
             yield
         finally:
-            for name, parameter in self._trained.items():
-                parameter.data = self._own[name]
+            self._show(self._own)
             self._shows_anchor = False
+
+    def _show(self, weights: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self._trained.items():
+            parameter.data = weights[name]
+        torch.clear_autocast_cache()  # a script's context may have copies of the weights that were there
 
     # ---- checkpoints ----
 
