@@ -977,6 +977,14 @@ MUTATIONS = (
         "checkpoint/test_storage.py::test_an_earlier_step_is_gone_on_with_where_the_run_was_first",
     ),
     Mutation(
+        "an address keeps the checkpoints after the one that was restored until the next save",
+        "replica/folder.py",
+        "            self.storage.supersede()\n",
+        "            pass\n",
+        "checkpoint/test_storage.py::test_a_run_goes_on_from_its_address_on_another_machine",
+        is_long=True,
+    ),
+    Mutation(
         "on a bucket a manifest comes before the files that it lists",
         "checkpoint/storage.py",
         "        for file in files:\n            self._require_owner()",

@@ -401,7 +401,14 @@ def test_a_run_goes_on_from_its_address_on_another_machine(tmp_path: Path) -> No
     assert json.loads((tmp_path / "bucket/x/owner.json").read_text())["is_over"]
     ended = here("resume", url, "--train.steps", "9", cwd=tmp_path / "bucket").require(0)
     assert f"bringing the run at {url} to runs/x" in ended.out
-    assert saved(tmp_path / "bucket/x")[-1] == 9
+    before = saved(tmp_path / "bucket/x")
+    assert before[-1] == 9
+    (tmp_path / "third").mkdir()
+    resumed = ("resume", url, "--step", str(before[0]))
+    assert "comes before" in run(*resumed, "--train.tokens", "384", cwd=tmp_path / "third").require(2).err
+    assert saved(tmp_path / "bucket/x") == before, "a resume that is refused changes nothing"
+    here(*resumed, "--train.steps", str(before[0]), cwd=tmp_path / "third").require(0)
+    assert saved(tmp_path / "bucket/x") == before[:1]
 
 
 @pytest.mark.parametrize(
