@@ -36,6 +36,7 @@ from paceline.train.loop import train
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
+from paceline.world.group import LocalGroup
 
 # At this rate the validation loss stays above that of the first step.
 GROWING = {"optim__lr": 1.0, "optim__warmup_steps": 3, "optim__min_lr_frac": 1.0}
@@ -478,7 +479,7 @@ def test_a_second_host_whose_disk_is_full_says_so(tmp_path: Path, monkeypatch: p
     answer = {"path": str(tmp_path / "run"), "is_new": True, "request": [False, None]}
     monkeypatch.setattr(meet_module, "from_rank_0", lambda *_: answer)
     monkeypatch.setattr(RunFolder, "write_setup", fail(OSError(errno.ENOSPC, "No space left on device")))
-    world: Any = SimpleNamespace(group=None, is_main=False, local_rank=0)
+    world: Any = SimpleNamespace(group=LocalGroup(torch.device("cpu")), is_main=False, local_rank=0)
     blend: Any = SimpleNamespace(first=SimpleNamespace(tokenizer_json=None))
     with pytest.raises(UserError, match=r"cannot write to the run folder .*run: No space left"):
         meet_module.open_folder(Request(tiny(), tmp_path / "run"), world, tiny(), blend)
