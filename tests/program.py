@@ -323,6 +323,11 @@ def _be_a_rank(words: Sequence[str], env: dict[str, str], ranks: int) -> None:
     _be(words, env)
 
 
+# The globals of the script that this process was. They are never freed: torch's ProcessGroupGloo would join its thread
+# with the GIL held, for which that thread may wait for ever (seen with DistributedDataParallel).
+_of_scripts: list[dict[str, Any]] = []
+
+
 def _be(words: Sequence[str], env: dict[str, str]) -> None:
     """Runs what `python WORDS` runs, in a session of its own."""
     if os.getsid(0) != os.getpid():
@@ -339,7 +344,7 @@ def _be(words: Sequence[str], env: dict[str, str]) -> None:
     sys.path.insert(0, "" if words[0] == "-m" else str(Path(words[0]).absolute().parent))
     try:
         if words[0] != "-m":
-            runpy.run_path(words[0], run_name="__main__")
+            _of_scripts.append(runpy.run_path(words[0], run_name="__main__"))
         elif words[1] == TORCHRUN[-1]:
             importlib.import_module(words[1]).main()  # run_module warns of one that is imported
         else:
