@@ -153,7 +153,7 @@ def test_a_folder_from_which_the_run_moved_away_gets_what_it_lacks(at: At) -> No
 
 def test_an_earlier_step_is_gone_on_with_where_the_run_was_first(at: At) -> None:
     """Finds: a refusal for ever, because the later steps of another machine were not set aside at the address. They
-    are there until the run goes on: a resume that is refused after it has begun to send changes nothing."""
+    are there until the run continues: a resume that is refused after it has begun to send changes nothing."""
     at.save(2, 4)
     at.send()
     first, at.run = at.run, at.run.parent / "other"

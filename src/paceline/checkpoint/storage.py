@@ -83,7 +83,7 @@ class Storage:
         self.supersede()
 
     def supersede(self) -> None:
-        """The run goes on from what was brought: sets later checkpoints aside at the address, soon. Not before: a
+        """The run continues from what was brought: sets later checkpoints aside at the address, soon. Not before: a
         resume that is refused changes nothing."""
         self._goes_on = True
         self._wake.set()
