@@ -793,7 +793,7 @@ MUTATIONS = (
     Mutation(
         "local: a step that all ranks skip is a step of a round",
         "replica/step.py",
-        "(self._weight, self._total) if trouble is None else ()",
+        "(self._weight, self._total) if trouble is None else (0.0, 0.0)",
         "(self._weight, self._total)",
         "sync/test_local.py::test_ranks_train_as_the_definition_says",
     ),

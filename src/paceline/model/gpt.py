@@ -246,6 +246,7 @@ def _without_weights(config: ModelConfig) -> GPT:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Returns the shape of each parameter by name, without memory for it."""
     return {name: parameter.shape for name, parameter in _without_weights(config).named_parameters()}
 
 

@@ -204,7 +204,8 @@ class Step:
         # ---- publish the weights ----
         if trouble is None and not is_queued:
             self._publish()
-        sync.end_step(*((self._weight, self._total) if trouble is None else ()))
+        weights = (self._weight, self._total) if trouble is None else (0.0, 0.0)
+        sync.end_step(*weights)  # a step that all ranks skip is no step of a round
         return self._close(float(norm), trouble)
 
     def reduce(self) -> None:
