@@ -1557,6 +1557,13 @@ MUTATIONS = (
         "train/test_folders_apart.py::test_a_host_that_lacks_the_run_continues_it_with_the_others",
     ),
     Mutation(
+        "a host with a folder of its own keeps the settings of before a resume",
+        "train/restoring.py",
+        "if world.local_rank == 0 and world.rank not in setup.checkpoints.writers:",
+        "if False:",
+        "train/test_folders_apart.py::test_each_host_keeps_the_settings_that_a_resume_changed",
+    ),
+    Mutation(
         "the stop of an earlier session ends the restarts of a torchrun",
         "cli/start.py",
         "not is_complete and was_written",

@@ -3,14 +3,17 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from program import losses
 from ranks import run_ranks
-from whole_runs import first_ranks, tiny
+from whole_runs import STEPS, first_ranks, tiny
 
 from paceline.base.errors import UserError
+from paceline.cli.resume import stored_config
 from paceline.cli.train import _continued
+from paceline.record.folder import RunFolder
 from paceline.train.loop import train
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
@@ -46,3 +49,22 @@ def test_a_host_that_lacks_the_run_continues_it_with_the_others(tmp_path: Path) 
     settings count."""
     run_ranks(stopped_and_continued, 2, tmp_path, opened=False)
     assert losses(tmp_path / "host-0/run") == pytest.approx(losses(tmp_path / "straight"), abs=1e-5)
+
+
+def resumed_with_another_end(_: ParallelConfig, env: Environment, base: Path) -> int:
+    """Trains on two hosts of one rank each, and resumes with a later end. Returns the end in this host's config."""
+    folder = base / f"host-{env.rank}/run"
+    config, resume = tiny(train__eval_every=-1, train__stop_at_step=1), False
+    with patch("socket.gethostname", lambda: f"host-{env.rank}"):
+        for _ in range(2):
+            with first_ranks(2, env, base) as world:
+                assert world
+                host = replace(world, local_rank=0, local_world_size=1)
+                assert train(Request(config, folder, resume=resume), host) == 75
+            config, resume = config.replace("train", steps=STEPS + 2, stop_at_step=2), True
+    return stored_config(RunFolder(folder)).train.steps
+
+
+def test_each_host_keeps_the_settings_that_a_resume_changed(tmp_path: Path) -> None:
+    """Finds: only rank 0's host has them, so that the next resume is refused: ranks differ."""
+    assert run_ranks(resumed_with_another_end, 2, tmp_path, opened=False) == [STEPS + 2] * 2

@@ -144,11 +144,17 @@ def _shown(changed: Changes) -> str:
 def _forget_later_steps(setup: Setup) -> int:
     """Records the settings, which may be others than those of the attempt before, sets later checkpoints aside and
     drops later records. Returns the last step reached. Collective."""
-    folder, step = setup.folder, setup.progress.step
+    folder, world, step = setup.folder, setup.world, setup.progress.step
 
-    def forget() -> tuple[list[str], int]:
+    def write_setup() -> None:
         try:
             folder.write_setup(to_toml(setup.config), setup.data.blend.first.tokenizer_json)
+        except OSError as error:
+            raise RunError(f"cannot write to the run folder {folder.path}: {error.strerror or error}") from None
+
+    def forget() -> tuple[list[str], int]:
+        write_setup()
+        try:
             # Checkpoints first: a crash in between leaves extra records, which the next resume drops.
             keep = setup.request.resume_step is not None  # not of a crash: restarts would pile them up
             later = retention.set_aside(folder.checkpoints, step) if list_steps(folder.checkpoints) else []
@@ -157,6 +163,8 @@ def _forget_later_steps(setup: Setup) -> int:
             raise RunError(f"cannot write to the run folder {folder.path}: {error.strerror or error}") from None
 
     later, reached = from_rank_0(setup.group, forget)
+    if world.local_rank == 0 and world.rank not in setup.checkpoints.writers:  # a host with a folder of its own
+        write_setup()  # the next resume compares it
     if later:
         setup.console.say(f"set aside as superseded: {', '.join(later)}")
     return reached
