@@ -784,6 +784,13 @@ MUTATIONS = (
         "replica/test_checkpoint_contents.py::test_a_save_without_frozen_parameters_is_restored_to_the_same_ones_only",
     ),
     Mutation(
+        "a replica made anew drops the local steps of all ranks but rank 0",
+        "replica/model.py",
+        "            if all(other.number in row for row in rows):\n",
+        "            if not rows:\n",
+        "sync/test_local.py::test_a_replica_made_anew_starts_with_what_all_ranks_learned",
+    ),
+    Mutation(
         "a fragment that was merged is sent again by a restore",
         "sync/local.py",
         "if newest.weight or not has_weights:",

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,9 @@ def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]
     folder = tmp_path_factory.mktemp("ranks")
     calls |= {f"resumed {each}": Call(resumed, folder / str(each), each, wire) for each, wire in RESUMED.items()}
     calls |= {"excess": Call(excess, folder / "17" / "anew", 17, RESUMED[17]), "dropped": Call(dropped)}
+    for case in ((4, "exact"), (17, "int2")):
+        for how in ("merged", "not merged", "other weights"):
+            calls[f"anew {case} {how}"] = Call(made_anew, *case, how)
     calls["no weight"] = Call(resumed_after_no_weight, folder / "no weight")
     return run_calls(calls, 3) | {"excess of two": run_ranks(excess, 2, folder / "17" / "anew", 17, RESUMED[17])}
 
@@ -276,6 +280,33 @@ def resumed_after_no_weight(world: World, folder: Path) -> list[str]:
 def test_a_resume_after_a_step_without_weight_is_bit_exact(three_ranks: dict[Any, list[Any]]) -> None:
     """The fragment that had been merged was sent again, and momentum moved the anchor once more."""
     assert [len(set(each)) for each in three_ranks["no weight"]] == [1, 1, 1]
+
+
+def made_anew(world: World, sync_every: int, wire: Any, how: str) -> tuple[bool, str]:
+    """Of a second replica of the model: whether it warns of unequal weights, and the digest of those it starts with."""
+    net = network()
+    optimizer = inner(net)
+    replica = Replica(net, optimizer, world, strategy="local", sync_every=sync_every, wire=wire)
+    steps_made(replica, 5)
+    if how == "merged":
+        replica.merge()
+    if how == "other weights":
+        net.load_state_dict(network().state_dict())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Replica(net, optimizer, world)
+    return any("weights differ" in str(each.message) for each in said), overall(dict(net.named_parameters()))
+
+
+@pytest.mark.parametrize("case", [(4, "exact"), (17, "int2")])
+def test_a_replica_made_anew_starts_with_what_all_ranks_learned(
+    three_ranks: dict[Any, list[Any]], case: tuple[int, str]
+) -> None:
+    """It started with rank 0's weights. Weights that the script has put there since are no rank's."""
+    merged = three_ranks[f"anew {case} merged"]
+    assert merged == [(False, merged[0][1])] * 3
+    assert three_ranks[f"anew {case} not merged"] == merged
+    assert three_ranks[f"anew {case} other weights"] == [(False, overall(dict(network().named_parameters())))] * 3
 
 
 def excess(world: World, folder: Path, sync_every: int, wire: Any) -> torch.Tensor:

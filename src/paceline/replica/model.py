@@ -94,9 +94,9 @@ class ReplicatedModel:
         next forward pass waits for its own. Then call the whole model only, never a part of it, and call
         `wait_for_params` before you read weights between steps."""
         self.world.calls.replicas.add(self)
-        # `release` is collective then, and each rank has to find the replica, whatever its garbage collector did.
-        keep = ModuleHook(self._stay)
-        self._kept_by = model.register_forward_pre_hook(keep) if self.sync.holds_rounded else None
+        # Its end is collective then, and each rank has to find the replica, whatever its garbage collector did.
+        keep, is_kept = ModuleHook(self._stay), self.sync.holds_rounded or self.sync.diverges
+        self._kept_by = model.register_forward_pre_hook(keep) if is_kept else None
         self.world.calls.num_replicas += 1
         self.number = self.world.calls.num_replicas
         """Of this replica, the same on all ranks."""
@@ -197,7 +197,9 @@ class ReplicatedModel:
         Collective."""
         parameters = set(self.model.parameters())
         earlier: dict[int, ReplicatedModel] = {0: self}
-        for other in sorted(self.world.calls.replicas, key=attrgetter("number")):  # `release` may be collective
+        others = sorted(self.world.calls.replicas, key=attrgetter("number"))  # `release` may be collective
+        self._merge([other for other in others if not parameters.isdisjoint(other.model.parameters())])
+        for other in others:
             shared = [each for each in other.optimizers if any(each is optimizer for optimizer in self.optimizers)]
             if shared or not parameters.isdisjoint(other.model.parameters()):
                 other.release()
@@ -209,6 +211,16 @@ class ReplicatedModel:
         release(self.model.parameters())
         newest = self.world.group.share_integers([max(earlier)])  # a rank's garbage collector may have taken it
         return earlier[newest[0][0]] if newest[0][0] and all(row == newest[0] for row in newest) else None
+
+    def _merge(self, earlier: "Sequence[ReplicatedModel]") -> None:
+        """Makes weights the average over ranks where each rank has its own, since all will take rank 0's: not weights
+        that the script has changed after the last step, on any rank. Collective."""
+        unmerged = [other.number for other in earlier if other.sync.diverges and other.is_as_left()]
+        rows = self.world.group.share_json(unmerged)
+        for other in earlier:
+            if all(other.number in row for row in rows):
+                other.wait_copied()
+                other.sync.merge()
 
 
 def _by_full_name(

@@ -235,7 +235,7 @@ class Replica(ReplicatedModel):
 
     def merge(self) -> bool:
         """Makes the weights of all ranks their average: call it after the last step with strategy `local`. Does nothing
-        with others. Returns whether that may have changed them. Collective."""
+        with others. A new Replica of the model does it, too. Returns whether that may have changed them. Collective."""
         self.world.calls.record("Replica.merge")
         self.wait_copied()
         return self.sync.merge()
