@@ -1627,6 +1627,13 @@ MUTATIONS = (
         "train/test_switches.py::test_rows_come_every_so_many_steps",
     ),
     Mutation(
+        "an epoch of packed rows is one of the stream",
+        "data/mixture.py",
+        "tokens = [part.num_sequences * training.seq_len for part in training.sources]",
+        "tokens = [dataset.train.num_tokens for dataset in self.datasets]",
+        "data/test_mixture.py::test_an_epoch_of_packed_rows_is_the_rows",
+    ),
+    Mutation(
         "a run ends at half of its time budget",
         "train/resolve.py",
         "return max(by_data, progress.elapsed_s / self.config.train.time_budget)",

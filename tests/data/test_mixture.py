@@ -136,7 +136,17 @@ def test_the_set_that_is_read_most_decides_how_often_a_mixture_is_read(tmp_path:
     """Half of a run from a set of 1% of the tokens reads it many times, whatever the sum is (mutation: num_tokens)."""
     big = prepare_small(tmp_path / "big", [[1] * 1998], name="big")
     tiny = prepare_small(tmp_path / "tiny", [[1] * 18], name="tiny")
-    for weights, name, tokens in (((1.0, 1.0), "tiny", 38), ((199.0, 1.0), "big", 1999 / 0.995)):
-        found, epoch = Blend.open([(big, weights[0]), (tiny, weights[1])]).read_most
+    for weights, name, tokens in (((1.0, 1.0), "tiny", 36), ((199.0, 1.0), "big", 1998 / 0.995)):
+        blend = Blend.open([(big, weights[0]), (tiny, weights[1])])
+        found, epoch = blend.read_most(blend.training(3, cache=tmp_path))
         assert (found.name, epoch) == (name, pytest.approx(tokens))
-    assert Blend.open([(big, 3.0)]).read_most[1] == 1999
+    alone = Blend.open([(big, 3.0)])
+    assert alone.read_most(alone.training(3, cache=tmp_path))[1] == 1998
+
+
+def test_an_epoch_of_packed_rows_is_the_rows(tmp_path: Path) -> None:
+    """Two long documents make two rows of 11 tokens; the rest of them, 1990 of the stream's 2012, is never read."""
+    long = prepare_small(tmp_path / "long", [[1] * 1000, [2] * 1010])
+    blend = Blend.open([(long, 1.0)])
+    training = blend.training(10, packing="bestfit", cache=tmp_path)
+    assert blend.read_most(training)[1] == training.sources[0].num_sequences * 10 == 20

@@ -148,11 +148,13 @@ def test_a_time_budget_ends_by_the_clock_and_the_rate_follows_it(tmp_path: Path)
     assert [row["lr"] for row in found] == sorted((row["lr"] for row in found), reverse=True)
 
 
+@pytest.mark.parametrize("packing", ["stream", "bestfit"])
 def test_a_time_budget_ends_sooner_after_its_passes_over_the_data_and_the_rate_follows_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], packing: str
 ) -> None:
     config = tiny(train__steps=0, train__time_budget=600.0, train__max_epochs=0.04, optim__warmup_steps=0)
-    num_tokens = open_data(config, Quiet()).blend.num_tokens[0]
+    config = config.replace("data", packing=packing)
+    num_tokens = open_data(config, Quiet()).training.sources[0].num_sequences * SEQ_LEN
     found = rows_of(tmp_path / "run", config)
     tokens = [TOKENS_A_STEP * done for done in range(len(found) + 1)]
     assert tokens[-2] < 0.04 * num_tokens <= tokens[-1]

@@ -96,11 +96,12 @@ class Blend:
     def num_tokens(self) -> tuple[int, int]:
         return sum(d.train.num_tokens for d in self.datasets), sum(d.validation.num_tokens for d in self.datasets)
 
-    @property
-    def read_most(self) -> tuple[Dataset, float]:
-        """The dataset that a run reads most often, and the tokens of the mixture in which it is read once."""
-        total, sets = sum(self.weights), zip(self.datasets, self.weights, strict=True)
-        return min(((d, d.train.num_tokens * total / w) for d, w in sets), key=lambda each: each[1])
+    def read_most(self, training: "Sequences") -> tuple[Dataset, float]:
+        """Returns the dataset that a run reads most often, and the tokens of the mixture in which it is read once: of
+        the rows of a packing these are fewer than the stream has, since documents are cropped."""
+        tokens = [part.num_sequences * training.seq_len for part in training.sources]
+        total, sets = sum(self.weights), zip(self.datasets, tokens, self.weights, strict=True)
+        return min(((dataset, n * total / weight) for dataset, n, weight in sets), key=lambda each: each[1])
 
     def training(
         self,

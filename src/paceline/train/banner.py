@@ -158,7 +158,7 @@ def _horizon_text(settings: Settings, data: TrainingData) -> str:
         most = f" or {units.count(settings.most_tokens)} tokens, if sooner" if settings.most_tokens else ""
         return f"{time_budget} of training{most}; the learning rate follows the clock"
     num_tokens = settings.num_steps * settings.tokens_per_step
-    read_most, epoch_tokens = data.blend.read_most
+    read_most, epoch_tokens = data.blend.read_most(data.training)
     num_epochs = num_tokens / max(1, epoch_tokens)
     epochs = f"{num_epochs:.1f} epochs" if num_epochs >= 1 else f"{num_epochs:.2%} of an epoch"
     text = f"{settings.num_steps} steps = {units.count(num_tokens)} tokens"

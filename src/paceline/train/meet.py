@@ -94,7 +94,7 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     vocab_size, dtype = data.blend.first.vocab_size, product_dtype(chosen_dtype(asked, world.facts, []))
     peak = peak_flops(world.device, dtype)
     speed = _training_flops_per_s(asked, vocab_size, dtype, world) if asked.model.size == "auto" else 0.0
-    settings = resolve(asked, vocab_size, world.facts, speed, int(data.blend.read_most[1]))
+    settings = resolve(asked, vocab_size, world.facts, speed, int(data.blend.read_most(data.training)[1]))
     config = settings.config
     if config.train.deterministic:
         use_deterministic_kernels()
