@@ -2592,6 +2592,13 @@ MUTATIONS = (
         "launch/test_copies.py::test_a_host_that_gets_rank_0_while_a_copy_arrives_is_not_refused",
     ),
     Mutation(
+        "how far a host came is forgotten when it is lost",
+        "launch/coordinator.py",
+        "next((step for step in told if step is not None), self._began_at)",
+        "next((step for step in told if step is not None), None)",
+        "launch/test_coordinator.py::test_the_loss_of_rank_0s_host_amid_the_last_save_is_a_failure",
+    ),
+    Mutation(
         "a host that comes back unfit ends the run of the others",
         "launch/coordinator.py",
         "if lost or is_well or",

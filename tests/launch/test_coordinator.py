@@ -1,6 +1,7 @@
 """What the coordinator of several hosts decides, without hosts."""
 
 import fcntl
+import signal
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,14 +11,16 @@ from typing import Any, cast
 import pytest
 
 from paceline.base import clock
-from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER
+from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, RunError
 from paceline.base.process import Status
 from paceline.launch import agent
-from paceline.launch.agent import Silence, State
+from paceline.launch.agent import HostRanks, Silence, State
+from paceline.launch.attempts import Attempts
 from paceline.launch.coordinator import Hosts, Job
 from paceline.launch.ends import how_it_ended
 from paceline.launch.nodes import Node, order_for, ranked
 from paceline.launch.options import NamedHost
+from paceline.launch.restarts import Records
 from paceline.launch.signals import StopSignals
 from paceline.launch.ssh import Connection, Ssh
 
@@ -125,3 +128,59 @@ def test_a_host_that_comes_back_unfit_does_not_end_the_others(least: int, status
         assert crew.run(2)
         assert not healthy.codes
         assert [each.name for each in crew._members] == ["a"]
+
+
+class Training(Obedient):
+    """A connection to a host whose rank has begun to train, and is asked to save. `leads`: then the host is lost; else
+    its rank waits for the others, and ends."""
+
+    def __init__(self, signals: SimpleNamespace, leads: bool):
+        super().__init__()
+        self.signals, self.leads = signals, leads
+
+    def send(self, message: dict[str, Any] | None = None) -> None:
+        if place := (message or {}).get("place"):
+            self.state = replace(self.state, attempt=place["attempt"], is_running=True)
+            self.state = replace(self.state, began_at=5 if self.leads else None)
+        elif "order" in (message or {}):
+            reports = {"1": asdict(Status(1, "rank 1 lost the other ranks"))}
+            self.state = replace(self.state, is_running=False, reports=reports, exits={"1": 1})
+        elif "signal" in (message or {}):
+            self.is_asked = True
+
+    def is_lost(self) -> bool:
+        if self.state.is_running:
+            self.signals.first = signal.SIGINT
+        return self.leads and hasattr(self, "is_asked")
+
+    def cut(self) -> None:
+        self.greeting = ""
+
+    def status(self) -> int:
+        return -signal.SIGKILL
+
+    def problem(self, _: bool) -> str:
+        return ""
+
+
+def test_the_loss_of_rank_0s_host_amid_the_last_save_is_a_failure() -> None:
+    """It said "stopped by SIGINT before training began", and ended with 75: everything is saved."""
+    job = Job(command=[], run=Path("run"), least=2, max_restarts=3, grace_s=1.0, timeout_s=1.0)
+    signals = SimpleNamespace(first=None, is_urgent=False, passed_on=signal.SIGINT)
+    crew = Hosts([NamedHost(name, "1") for name in "ab"], job, Ssh("false", "python", "/"), cast(StopSignals, signals))
+    crew._have_answered = True
+    for each, leads in zip(crew.nodes, (True, False), strict=True):
+        each.connection, each.has_task = cast(Connection, Training(signals, leads)), True
+    attempts = Attempts(crew.run, crew, job.run, job.max_restarts, job.grace_s, cast(StopSignals, signals))
+    with pytest.raises(RunError, match=r"rank 1 lost the other ranks.*The newest checkpoint is of step 5"):
+        attempts.run()
+
+
+def test_an_agent_reports_at_once_where_its_ranks_began_to_train(tmp_path: Path) -> None:
+    """Its host may be lost before they end."""
+    records, posts = Records(tmp_path), list[dict[str, Any]]()
+    told = SimpleNamespace(was_silent=False, order="save", post=lambda **changed: posts.append(changed))
+    for _ in range(3):
+        assert agent._order(cast(agent.Coordinator, told), cast(HostRanks, None), records) == "save"
+        (tmp_path / "events.jsonl").write_text('{"event": "resume", "step": 5}\n')
+    assert posts == [{"began_at": 5}]

@@ -195,12 +195,13 @@ def serve(coordinator: Coordinator, ranks: HostRanks, num_ranks: int, port: int)
             listener = None
             _wait_for_writer(ranks.folder)
         coordinator.post(attempt=place.attempt, is_running=True, began_at=None, reports={}, exits={})
-        reports, exits = ranks.run(place, lambda: _order(coordinator, ranks))
+        reports, exits = ranks.run(place, lambda: _order(coordinator, ranks, records))
         ended = {
-            "began_at": records.began_at(),
             "reports": {str(rank): asdict(status) for rank, status in reports.items()},
             "exits": {str(rank): code for rank, code in exits.items()},
         }
+        if (began_at := records.began_at()) is not None:  # in the last moment
+            ended["began_at"] = began_at
 
 
 def _close_records(coordinator: Coordinator, records: Records) -> None:
@@ -210,7 +211,10 @@ def _close_records(coordinator: Coordinator, records: Records) -> None:
         records.close(what, was_said)
 
 
-def _order(coordinator: Coordinator, ranks: HostRanks) -> Order:
+def _order(coordinator: Coordinator, ranks: HostRanks, records: Records) -> Order:
+    """Returns what the ranks are to do. Reports at once where they have begun to train: this host may be lost."""
+    if (began_at := records.began_at()) is not None:
+        coordinator.post(began_at=began_at)
     if coordinator.was_silent:
         ranks.grace.seconds = min(ranks.grace.seconds, _LAST_SAVE_S)
     return coordinator.order

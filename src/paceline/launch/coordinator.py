@@ -79,6 +79,7 @@ class Hosts:
         self._took_in_s = float("-inf")
         self._trained: list[Connection | None] = []  # of the hosts that trained last
         self._reached = 0  # the last step that rank 0 recorded
+        self._began_at: int | None = None  # the step at which the latest attempt began to train
         self._copier = Copier(ssh, job.run)
         self._have_answered = False  # all hosts, each with a greeting or a problem: the command may begin
 
@@ -90,7 +91,7 @@ class Hosts:
         return self._reached
 
     def began_at(self) -> int | None:
-        return next((node.state.began_at for node in self._members if node.state.began_at is not None), None)
+        return self._began_at
 
     def newest_checkpoint(self) -> int | None:
         newest = max(node.newest for node in self.nodes)
@@ -115,10 +116,12 @@ class Hosts:
         self._place(members, attempt)
         lost: list[Node] = []
         step_then = max(self._members[0].state.step, self._members[0].newest)
-        makes_room = False
+        makes_room, self._began_at = False, None
         running = list(members)
         while running:
             self._look()
+            told = [node.state.began_at for node in members if node.state.attempt == attempt]
+            self._began_at = next((step for step in told if step is not None), self._began_at)
             lost += [node for node in running if node.connection is None]
             running = [node for node in running if node.connection and not node.has_ended(attempt)]
             ended = [node for node in members if node not in running and node not in lost]
@@ -254,7 +257,7 @@ class Hosts:
     def _leave_out(self, members: Sequence[Node], lost: Sequence[Node]) -> list[Node]:
         """Lets go of hosts that have come (back) if the ranks could not begin to train with them: the others can, which
         trained before. Returns these hosts."""
-        if members[0].state.began_at is not None:
+        if self._began_at is not None:
             self._trained = [node.connection for node in members]
             return []
         new = [node for node in members if node.connection not in self._trained]
