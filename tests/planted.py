@@ -464,6 +464,13 @@ MUTATIONS = (
         "except ZeroDivisionError as error:",
         "data/test_dataset.py::test_a_tokenizer_that_is_no_text_is_named",
     ),
+    Mutation(
+        "the rows and logs of a run are text to train on",
+        "data/find.py",
+        'if "ranks" in folders and (',
+        "if False and (",
+        "data/test_sources.py::test_a_run_in_the_folder_is_no_text",
+    ),
     # ---- model: forward, loss, what it costs ----
     Mutation(
         "a chunk's weight gradient is not scaled",

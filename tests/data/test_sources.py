@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -33,6 +34,7 @@ from paceline.data.find import describe_left_out, digest, find, has_text
 from paceline.data.parts import cut
 from paceline.data.sources import SourceFile, Sources, kept_input
 from paceline.data.split import split_text
+from paceline.record import folder as run_folder
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
@@ -121,6 +123,30 @@ def test_a_folder_gives_its_files_sorted_and_counts_what_is_none(tmp_path: Path)
     ]
     assert sources.name == tmp_path.name
     assert len(documents(sources)) == len(found)
+
+
+@pytest.mark.parametrize("gone", ["", "checkpoints", "config.toml"])
+def test_a_run_in_the_folder_is_no_text(tmp_path: Path, gone: str) -> None:
+    """runs/ is made in the current folder, and --data.path may be that: a resume has to find the data of the start."""
+    for name in ("a.txt", "ranks/b.txt", "runs/notes.txt"):
+        (tmp_path / "text" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "text" / name).write_text(name)
+    before = find([str(tmp_path / "text")])
+    folder = run_folder.create(tmp_path / "text" / "runs" / "mine")
+    folder.lock()
+    folder.write_setup("[model]\n", "{}")
+    folder.append_metrics({"step": 1})
+    folder.append_event("start")
+    folder.rank_log(0).write_text("step 1")
+    (folder.checkpoints / "index.jsonl").write_text("{}\n")
+    folder.close()
+    if gone:
+        made = folder.path / gone
+        shutil.rmtree(made) if made.is_dir() else made.unlink()
+    assert find([str(tmp_path / "text")]) == before
+    assert names(before) == ["a.txt", "ranks/b.txt", "runs/notes.txt"]
+    with pytest.raises(UserError, match="holds no text files"):
+        find([str(folder.path)])
 
 
 def test_patterns_and_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,10 +43,10 @@ def find(specs: Sequence[str], *, format: str = "auto", skips_unreadable: bool =
     """Returns the files that `specs` name: files, folders, patterns, `-`, and datasets on the hub.
 
     Files come in the order given, those of a folder or pattern sorted by name; a file named twice counts once. In a
-    folder, hidden files and folders, links to folders and empty files are ignored; files that are neither text nor
-    records are listed as left out. `format` overrides name and content. skips_unreadable: files that are named but are
-    no text are left out, too, and not an error. Raises UserError if a spec does not exist, cannot be read, or has no
-    documents.
+    folder, hidden files and folders, links to folders, prepared datasets, run folders and empty files are ignored;
+    files that are neither text nor records are listed as left out. `format` overrides name and content.
+    skips_unreadable: files that are named but are no text are left out, too, and not an error. Raises UserError if a
+    spec does not exist, cannot be read, or has no documents.
     """
     if format not in ("auto", *FORMATS):
         raise UserError(f"there is no format {format!r}{nearest(format, FORMATS)}; there are {', '.join(FORMATS)}")
@@ -154,7 +154,7 @@ def _fixed_part(pattern: str) -> str:
 
 
 def _files(root: str) -> Iterator[tuple[str, str]]:
-    """Yields (name with slashes, path) of the regular files under root, except those of prepared datasets."""
+    """Yields (name with slashes, path) of the regular files under root, except those of prepared datasets and runs."""
 
     def refuse(error: OSError) -> None:
         raise UserError(f"{printable(error.filename)} can not be read: {error.strerror}")
@@ -163,6 +163,9 @@ def _files(root: str) -> Iterator[tuple[str, str]]:
         if WORK in folders or {INDEX, TOKEN_BYTES} <= set(files):
             folders.clear()
             continue  # prepared data, perhaps of these sources
+        if "ranks" in folders and ("checkpoints" in folders or "config.toml" in files):
+            folders.clear()
+            continue  # a run, perhaps on these sources: its rows and logs would make other data of them
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             path = os.path.join(folder, name)
