@@ -2057,6 +2057,13 @@ MUTATIONS = (
         "tools/plan/test_plan.py::test_a_machine_that_is_not_known_yet_is_measured_first",
     ),
     Mutation(
+        "local steps are planned with the exchange of another number of them",
+        "tools/plan/devices.py",
+        "(parallel.sync_every, parallel.bucket_mb)",
+        "(parallel.bucket_mb,)",
+        "tools/plan/test_plan.py::test_what_an_exchange_depends_on_is_measured_by_itself",
+    ),
+    Mutation(
         "ranks of several hosts are measured in memory that they share",
         "tools/plan/from_run.py",
         "shares = config.parallel.shared_memory and cluster.hosts == 1",

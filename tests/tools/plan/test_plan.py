@@ -376,6 +376,17 @@ def test_a_machine_that_is_not_known_yet_is_measured_first(tmp_path: Path, measu
     assert measured[2:] == ["1: 64 wide"] * 2 + ["2: 64 wide"] * 2
 
 
+def test_what_an_exchange_depends_on_is_measured_by_itself(tmp_path: Path, measured: list[str]) -> None:
+    """Finds variants whose measured exchange is that of another number of local steps, or of larger transfers."""
+    local = [f"parallel.strategy=local parallel.sync-every={steps}" for steps in (1, 64)]
+    transfers = [f"parallel.strategy=ddp parallel.bucket-mb={size}" for size in (1, 10)]
+    words = ("plan", "--preset", "tiny", "--ranks", "2", "--vary", *local, *transfers)
+    here(*words, cwd=tmp_path).require()
+    assert measured == ["2: 64 wide"] * 4
+    here(*words, "train.global-batch-size=8", "model.n-layer=9", cwd=tmp_path).require()
+    assert len(measured) == 5  # of the strategy auto, whatever the batch and the depth
+
+
 def test_for_several_hosts_ranks_are_measured_that_share_no_memory(tmp_path: Path, measured: list[str]) -> None:
     """Finds a plan of one host and of two that asks for --calibrate again after each one."""
     (tmp_path / "c.toml").write_text("hosts = 2\nranks_per_host = 2\nlink_gbit = 1\n")

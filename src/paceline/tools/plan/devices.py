@@ -145,6 +145,7 @@ def _path(config: Config) -> Path:
     facts += map(str, (config.data.seq_len, train.device_batch_size, train.compile, config.optim.name))
     parallel = config.parallel
     facts += map(str, (parallel.strategy, parallel.wire, parallel.shared_memory))
+    facts += map(str, (parallel.sync_every, parallel.bucket_mb))
     return cache_dir() / "plan" / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
 
 
