@@ -1841,9 +1841,30 @@ MUTATIONS = (
     Mutation(
         "a fine-tuned run cannot continue without its source",
         "cli/train.py",
-        "if is_begun and not source.exists() else source",
-        "if is_begun and source.exists() else source",
+        "Path(parsed.out) if is_begun else source",
+        "source",
         "cli/test_resume_auto.py::test_a_fine_tuned_run_continues_without_its_source",
+    ),
+    Mutation(
+        "a fine-tuned run cannot continue where its source is in another folder",
+        "cli/train.py",
+        'asked = asked.replace("train", init_from=source)',
+        "pass",
+        "cli/test_resume_auto.py::test_a_fine_tuned_run_continues_on_another_machine",
+    ),
+    Mutation(
+        "a fine-tuned run is not brought before its source is read",
+        "cli/train.py",
+        "        _bring(parsed)  # first",
+        "        source or _bring(parsed)  # first",
+        "cli/test_resume_auto.py::test_a_fine_tuned_run_continues_on_another_machine",
+    ),
+    Mutation(
+        "--resume auto does not bring a checkpoint where the records are here",
+        "cli/train.py",
+        'not (has_begun(out) and list_steps(out / "checkpoints"))',
+        "not has_begun(out)",
+        "checkpoint/test_storage.py::test_resume_auto_brings_the_run_also_after_an_interrupt",
     ),
     Mutation(
         "a resume compares its data with the source of its first weights",

@@ -21,8 +21,10 @@ from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.retention import set_aside
 from paceline.checkpoint.steps import MANIFEST, folder_name, list_steps
 from paceline.checkpoint.storage import OwnedByOther, Storage
+from paceline.cli import train as train_command
 from paceline.cli.flags import parse
 from paceline.cli.resume import ResumeArguments, _brought
+from paceline.cli.train import TrainArguments
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cli"))
 from in_process import here
@@ -189,6 +191,25 @@ def test_the_best_one_comes_also_after_an_interrupt(at: At) -> None:
     bring(at.url, target)
     assert list_steps(target / "checkpoints") == [2, 4]
     assert (target / "checkpoints/best").read_text() == f"{folder_name(2)}\n"
+
+
+def test_resume_auto_brings_the_run_also_after_an_interrupt(at: At) -> None:
+    """Finds: a command that is refused for ever, since the records came and no checkpoint."""
+    at.save(2)
+    at.send()
+    target, fetch = at.run.parent / "other", Bucket.fetch
+    again = TrainArguments(out=str(target), settings=tiny(checkpoint__to=at.url))
+
+    def interrupt(bucket: Bucket, name: str, *rest: Any) -> str | None:
+        if name.endswith(WEIGHTS):
+            raise KeyboardInterrupt
+        return fetch(bucket, name, *rest)
+
+    with patch.object(Bucket, "fetch", interrupt), pytest.raises(KeyboardInterrupt):
+        train_command._bring(again)
+    assert (target / "config.toml").exists()
+    train_command._bring(again)
+    assert list_steps(target / "checkpoints") == [2]
 
 
 def test_step_0_is_a_step(at: At) -> None:

@@ -68,6 +68,26 @@ def test_a_fine_tuned_run_continues_without_its_source(tmp_path: Path) -> None:
     assert len(steps(tmp_path / "tuned")) == 5
 
 
+def test_a_fine_tuned_run_continues_on_another_machine(tmp_path: Path) -> None:
+    """From its address, without the source, which an empty disk lacks; in another folder; not with another source."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    first.mkdir()
+    here("train", *FLAGS, "--train.steps", "1", "--out", "source", cwd=first).require(0)
+    flags = ("--train.device-batch-size", "10", "--train.eval-sequences", "8", "--train.global-batch-size", "10")
+    command = ("train", "--init-from", "source", *flags, *TINY[2:], "--train.steps", "4", "--out", "tuned")
+    command = (*command, "--data.tokenizer-vocab", "512", "--data.seq-len", "64", "--resume", "auto")
+    command = (*command, "--checkpoint.to", (tmp_path / "bucket/tuned").as_uri())
+    here(*command, "--train.stop-at-step", "2", cwd=first).require(75)
+    second.mkdir()
+    here(*command, "--train.stop-at-step", "3", cwd=second).require(75)
+    second.rename(third)
+    (third / "source").mkdir()  # something else has its name here
+    here(*command, cwd=third).require(0)
+    assert len(steps(third / "tuned")) == 4
+    refused = here(*command, "--init-from", "another", cwd=third).require(2).err
+    assert "another would make it another run" in refused
+
+
 def test_a_stop_is_of_one_attempt(tmp_path: Path) -> None:
     command = (*AUTO, "--out", str(tmp_path / "run"), "--train.steps", "8")
     fault = {"PACELINE_FAULTS": "rank=0 step=6 kind=kill phase=update"}

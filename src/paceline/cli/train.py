@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from paceline.base.errors import EXIT_USER, UserError
+from paceline.checkpoint.steps import list_steps
 from paceline.cli.flags import base_config, divided, flag_of, parse
 from paceline.cli.help import help_text
 from paceline.cli.resume import refuse_other_run, stored_config
@@ -81,6 +82,8 @@ def main(arguments: list[str]) -> int:
         return start_script(Request(parsed.settings, Path(parsed.out)), parsed, script)
     init_from = parsed.init_from or parsed.settings.train.init_from
     source = Path(init_from).absolute() if init_from else None
+    if parsed.resume == "auto":
+        _bring(parsed)  # first: a run that continues needs nothing of its source
     config = _fine_tuned(source, parsed, arguments) if source else parsed.settings
     name = parsed.preset or (
         Path(parsed.config).stem if parsed.config else source.name if source else config.model.arch
@@ -91,18 +94,28 @@ def main(arguments: list[str]) -> int:
     return start(request, parsed, ["train", *arguments])
 
 
-def _continued(request: Request) -> Request:
-    """Returns a request to continue the run in --out, if there is one. Raises UserError for settings of another run."""
-    if request.out is None:
+def _bring(parsed: TrainArguments) -> None:
+    """Brings the run at checkpoint.to to --out, if that has no checkpoint: an earlier call may have been killed after
+    it brought the records."""
+    if not parsed.out:
         raise UserError("--resume auto needs --out, the run folder, by which the same command finds its run again")
-    if (to := request.config.checkpoint.to) and not has_begun(request.out):
+    out, to = Path(parsed.out), parsed.settings.checkpoint.to
+    if to and not (has_begun(out) and list_steps(out / "checkpoints")):
         from paceline.checkpoint.bring import bring
 
-        bring(to, request.out, must_exist=False)
-    if not has_begun(request.out):
+        bring(to, out, must_exist=False)
+
+
+def _continued(request: Request) -> Request:
+    """Returns a request to continue the run in --out, if there is one. Raises UserError for settings of another run."""
+    out = request.out
+    if out is None or not has_begun(out):
         return request
-    stored, default = stored_config(RunFolder(request.out)), Config()
+    stored, default = stored_config(RunFolder(out)), Config()
     config, asked = stored, request.config
+    source = stored.train.init_from
+    if source and Path(source).name == Path(asked.train.init_from).name and list_steps(out / "checkpoints"):
+        asked = asked.replace("train", init_from=source)  # read no more, and elsewhere on this machine
     if asked.model.size == "auto":
         asked = with_size_of(stored, asked)
     for section in dataclasses.fields(Config):
@@ -125,8 +138,8 @@ def _fine_tuned(source: Path, parsed: TrainArguments, arguments: list[str]) -> C
     from paceline.train.initial import check_data, initial_model, require_same_shape
 
     is_begun = parsed.resume == "auto" and parsed.out and has_begun(Path(parsed.out))
-    # A run that continues has the model and the tokenizer of its source, which may be gone.
-    known = Path(parsed.out) if is_begun and not source.exists() else source
+    # A run that continues has the model and the tokenizer of its source, which may be gone or another one by now.
+    known = Path(parsed.out) if is_begun else source
     model = initial_model(known)
     below, base = Config(model=model), base_config(arguments)
     base = dataclasses.replace(base, model=load_file(Path(parsed.config), below).model if parsed.config else model)
