@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -91,6 +92,19 @@ def test_a_checkpoint_that_is_removed_while_it_is_copied_arrives(tmp_path: Path)
     copies.receive(tmp_path / "b", 7, stream)
     received = tmp_path / "b" / "checkpoints" / folder.name
     assert {path.name: path.read_bytes() for path in received.iterdir()} == whole
+
+
+def test_a_copy_is_sent_where_the_limit_of_open_files_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds: a traceback in place of each copy, on macOS without a hard limit."""
+    folder = saved(tmp_path / "a", 7)
+    for refused in (ValueError("current limit exceeds maximum limit"), PermissionError("not permitted")):
+        stream = io.BytesIO()
+        with patch("resource.setrlimit", side_effect=refused):
+            monkeypatch.setattr("sys.stdout", SimpleNamespace(buffer=stream))
+            assert copies.main(["send", str(tmp_path / "a"), "7"]) == 0
+            monkeypatch.undo()
+        copies.receive(tmp_path / "b", 7, io.BytesIO(stream.getvalue()))
+        assert folder.name in checkpoints(tmp_path / "b")
 
 
 def test_a_damaged_or_unfinished_copy_is_absent(tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 def main(arguments: list[str]) -> int:
     verb, run, step = arguments
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # `send` opens the files of all ranks
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses "unlimited", Linux more than its fs.nr_open
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # `send` opens the files of all ranks
     deed: Any = {"send": partial(send, stream=sys.stdout.buffer), "receive": partial(receive, stream=sys.stdin.buffer)}
     try:
         deed[verb](Path(run), int(step))
