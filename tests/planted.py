@@ -471,6 +471,13 @@ MUTATIONS = (
         "if False and (",
         "data/test_sources.py::test_a_run_in_the_folder_is_no_text",
     ),
+    Mutation(
+        "a part of a file that was replaced meanwhile is kept",
+        "data/parts.py",
+        "            require_unchanged(of.file)",
+        "            continue",
+        "data/test_prepare.py::test_a_source_that_is_replaced_meanwhile_is_refused",
+    ),
     # ---- model: forward, loss, what it costs ----
     Mutation(
         "a chunk's weight gradient is not scaled",

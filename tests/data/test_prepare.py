@@ -640,6 +640,29 @@ def test_a_preparation_that_stopped_at_a_broken_record_resumes_with_skip(tmp_pat
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
 
 
+def test_a_source_that_is_replaced_meanwhile_is_refused(tmp_path: Path) -> None:
+    """Of a file with other row groups, later parts are other rows: some would be lost without a word."""
+    texts = [f"row {i} " * 20 for i in range(4000)]
+    path, other = tmp_path / "x.parquet", tmp_path / "other.parquet"
+    plain = {"use_dictionary": False, "compression": "NONE"}
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=100, **plain)
+    pq.write_table(pa.table({"text": texts}), other, row_group_size=4000, **plain)
+
+    class Meddler(Quiet):
+        def advance(self, *progress: Any, **what: Any) -> None:
+            if other.exists():
+                os.replace(other, path)
+
+    recipe = Recipe(tokenizer="bytes", on_error="skip")
+    sources = gather([str(path)], [], recipe)
+    with pytest.raises(UserError, match=r"x\.parquet changed while it was read; start again"):
+        prepare(sources, recipe, tmp_path / "out", Meddler(), num_workers=1)
+    assert not other.exists()
+    make([path], tmp_path / "out", on_error="skip")
+    found = documents(tmp_path / "out")
+    assert sorted(found["train"] + found["validation"]) == sorted(texts)
+
+
 def test_mending_one_source_does_not_lose_the_work_on_the_others(tmp_path: Path) -> None:
     """The first file's parts are complete when a record of the second is found to be broken, and mended; a third file
     is new (mutation: a part's name depends on its number)."""

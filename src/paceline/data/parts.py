@@ -33,7 +33,7 @@ from paceline.data.config import Recipe
 from paceline.data.documents import Document, Range, Skipped, can_be_cut, read, whole
 from paceline.data.encode import Encoder
 from paceline.data.shard import DTYPES, SPLITS, Written, version_for
-from paceline.data.sources import SourceFile
+from paceline.data.sources import SourceFile, require_unchanged
 from paceline.data.split import key_of
 from paceline.data.tokenizer import Tokenizer
 
@@ -133,7 +133,8 @@ class PartEncoder:
         self._first = np.array([tokenizer.end_of_text], dtype=self._dtype)
 
     def encode(self, key: str, part: Part) -> Record:
-        """Writes a part's tokens and its record. Raises UserError, naming file and line, for what cannot be read."""
+        """Writes a part's tokens and its record. Raises UserError, naming file and line, for what cannot be read, and
+        for a file that has changed since it was listed."""
         record, skipped = Record(), list[Skipped]()
         writers = [_Writer(self._job.folder / f"{key}.{split}") for split in SPLITS]
         number = 0
@@ -154,6 +155,8 @@ class PartEncoder:
         finally:
             for writer in writers:
                 writer.file.close()
+        for of in part:
+            require_unchanged(of.file)  # the rows of another file's parts would be missing, or there twice
         record.skipped = [list(each) for each in skipped]
         sync(self._job.folder)
         replace(self._job.folder / f"{key}.json", json.dumps(asdict(record)).encode())
