@@ -1515,6 +1515,13 @@ MUTATIONS = (
         "train/test_switches.py::test_checkpoints_come_when_asked_and_the_newest_stay",
     ),
     Mutation(
+        "rank 0 begins at step 0 on an empty host where another one knows of checkpoints",
+        "train/meet.py",
+        "(has_heard or not folder.config.exists())",
+        "has_heard",
+        "train/test_folders_apart.py::test_a_host_that_lacks_the_run_continues_it_with_the_others",
+    ),
+    Mutation(
         "the checkpoint that a run was resumed from counts as saved for ever",
         "train/saves.py",
         "        self._restored_step = 0  # this save may remove it\n",

@@ -20,6 +20,22 @@ from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
 
 
+def lost_with_its_disk(env: Environment, base: Path, folder: Path, request: Request) -> None:
+    """Rank 0's folder is lost: an empty host has its place, or the other one."""
+    away = folder.with_name("away")
+    if env.rank == 0:
+        folder.rename(away)
+    other = base / f"host-{1 - env.rank}/run"
+    for again in (replace(request, out=folder), replace(request, out=other, is_restart=True)):
+        with first_ranks(2, env, base) as world:
+            assert world
+            with pytest.raises(UserError, match=r"was saved, as host .* knows, and no host here has its checkpoints"):
+                train(again, world)
+    if env.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        away.rename(folder)
+
+
 def stopped_and_continued(_: ParallelConfig, env: Environment, base: Path) -> None:
     """Trains on two ranks. The second one's folder is lost, and the command comes again with a setting left out."""
     folder = base / f"host-{env.rank}/run"
@@ -36,6 +52,7 @@ def stopped_and_continued(_: ParallelConfig, env: Environment, base: Path) -> No
                 assert world
                 with pytest.raises(UserError, match=r"has checkpoints in .* which has rank 0, has none"):
                     train(swapped, world)
+            lost_with_its_disk(env, base, folder, request)
         if env.rank == 1:
             shutil.rmtree(folder)
     if env.rank == 0:
@@ -43,7 +60,7 @@ def stopped_and_continued(_: ParallelConfig, env: Environment, base: Path) -> No
 
 
 def test_a_host_that_lacks_the_run_continues_it_with_the_others(tmp_path: Path) -> None:
-    """Mutation: rank 0 begins at step 0 where another host has the run's checkpoints.
+    """Mutation: rank 0 begins at step 0 where another host has the run's checkpoints, or knows that there were some.
 
     Finds: stored and asked configs are compared, so that a node which replaces another ends the run. And: its own
     settings count."""

@@ -10,6 +10,7 @@ RUN/
   ranks/rank-00003.log    the output of that rank
   ranks/rank-00003.end    how it ended, if a launcher started it (base/process.py)
   checkpoints/            step-00000500/ ..., `latest`
+  saved-elsewhere         only on a host without the checkpoints: there are some, on rank 0's
   lock, lock.holder       held by rank 0 while it runs; its host, pid, boot and start. An empty `lock` stays
   job                     which job writes it: a later attempt of the same job resumes it
   storage.json            the address of its copy (checkpoint/bucket.py), if it has one
@@ -61,6 +62,7 @@ class RunFolder:
         self.ranks = self.path / "ranks.jsonl"
         self.events = self.path / "events.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self.saved_elsewhere = self.path / "saved-elsewhere"
         self.on_trouble = on_trouble
         self._appenders: dict[Path, _Appender] = {}
         self._lock: filelock.FileLock | None = None

@@ -165,10 +165,13 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
     cannot write to its own folder.
     """
     folder = RunFolder(request.out or RUNS)
-    num_saved = 0
+    num_saved, has_heard = 0, False
     with suppress(OSError):  # rank 0 says what is wrong with its folder
         num_saved = len(list_steps(folder.checkpoints)) if request.out else 0
-    with_saves = [rank for rank, row in enumerate(world.group.share([num_saved])) if row[0]]
+        has_heard = bool(request.out) and folder.saved_elsewhere.exists()
+    rows = world.group.share([num_saved, has_heard])
+    with_saves = [rank for rank, row in enumerate(rows) if row[0]]
+    knowing = sorted({world.peers[rank].host for rank, row in enumerate(rows) if row[1]})
 
     def make() -> dict[str, Any]:
         nonlocal folder
@@ -181,6 +184,12 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
                     f"host {', '.join(others)} has checkpoints in {path}, and host {host}, which has rank 0, has none. "
                     f"To continue that run, copy the folder to {host} or give rank 0 to a host that has it; for a new "
                     "run choose another --out"
+                )
+            if knowing and not num_saved and (has_heard or not folder.config.exists()):
+                raise UserError(
+                    f"the run in {path} was saved, as host {', '.join(knowing)} knows, and no host here has its "
+                    f"checkpoints: copy the folder of the host that had rank 0 to {world.peers[0].host}; for a new run "
+                    "choose another --out"
                 )
             if not resumes:
                 run_folder.check_new(path)

@@ -17,6 +17,7 @@ from functools import partial
 
 from paceline.base import units
 from paceline.base.errors import RunError
+from paceline.base.process import has_launcher
 from paceline.checkpoint import retention
 from paceline.checkpoint.save import Outcome
 from paceline.checkpoint.steps import list_steps
@@ -46,6 +47,8 @@ class Saves:
         self._saved_step = setup.progress.step  # of the newest checkpoint; 0: of none
         self._restored_step = setup.progress.step  # whose checkpoint is there; 0: it may be none
         self._best: dict[int, float] = {}  # step and loss of the best one, while it is written
+        # Hosts of `launch` have copies.
+        self._has_noted = setup.world.rank in setup.checkpoints.writers or has_launcher()
 
     def has_changed(self) -> None:
         """The weights are no longer those that were restored, and perhaps evaluated: what is there is not of them."""
@@ -61,6 +64,8 @@ class Saves:
     def _save(self, is_due: bool) -> None:
         """Starts a save of this step if one is due, or waits."""
         self.report()
+        if not self.any_rank_saving:
+            self._note()
         if is_due and self.any_rank_saving and not self._due:  # printed once
             self._setup.console.say(
                 f"step {self._progress.step}: the last checkpoint is still being written, the next one waits for it. "
@@ -192,7 +197,16 @@ class Saves:
                 with contextlib.suppress(OSError):  # then a resume begins at a later one
                     retention.set_aside(self._folder, progress.step)
             problem: str | None = self._group.broadcast_json(error)
+            if problem is None:
+                self._note()
         return problem
+
+    def _note(self) -> None:
+        """Notes on a host that does not see rank 0's folder that the run has checkpoints, which may be lost there."""
+        if self._saved_step and not self._has_noted:
+            self._has_noted = True
+            with contextlib.suppress(OSError):
+                self._setup.folder.saved_elsewhere.touch(0o600)
 
     def _finish(self) -> None:
         """Waits until no rank has a save under way. Collective: ranks meet meanwhile, and their watchdogs see progress
