@@ -1592,6 +1592,13 @@ MUTATIONS = (
         "train/test_folders_apart.py::test_each_host_keeps_the_settings_that_a_resume_changed",
     ),
     Mutation(
+        "a start that fails leaves a run on the hosts with folders of their own",
+        "train/meet.py",
+        'folder = run_folder.create(request.out or Path(answer["path"]))',
+        'folder = run_folder.create(request.out or Path(answer["path"]))\n        folder.write_setup("", None)',
+        "train/test_folders_apart.py::test_a_start_that_fails_leaves_no_run_on_any_host",
+    ),
+    Mutation(
         "the stop of an earlier session ends the restarts of a torchrun",
         "cli/start.py",
         "not is_complete and was_written",
@@ -1663,9 +1670,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a second host's full disk ends with a traceback",
-        "train/meet.py",
-        "        with _writing_to(folder.path):",
-        "        if True:",
+        "train/restoring.py",
+        "        with _writing_to(folder.path):\n            write_setup()  # not before",
+        "        if True:\n            write_setup()  # not before",
         "train/test_ends.py::test_a_second_host_whose_disk_is_full_says_so",
     ),
     Mutation(

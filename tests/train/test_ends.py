@@ -31,12 +31,13 @@ from paceline.record.folder import RunFolder
 from paceline.train import evaluate as evaluate_module
 from paceline.train import loop as loop_module
 from paceline.train import meet as meet_module
+from paceline.train import restoring as restoring_module
 from paceline.train import saves as saves_module
 from paceline.train.loop import train
+from paceline.train.progress import Progress
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
-from paceline.world.group import LocalGroup
 
 # At this rate the validation loss stays above that of the first step.
 GROWING = {"optim__lr": 1.0, "optim__warmup_steps": 3, "optim__min_lr_frac": 1.0}
@@ -475,14 +476,20 @@ def test_a_seed_may_have_more_than_64_bits(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_second_host_whose_disk_is_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank of its own disk; rank 0 has made its folder."""
-    answer = {"path": str(tmp_path / "run"), "is_new": True, "request": [False, None]}
-    monkeypatch.setattr(meet_module, "from_rank_0", lambda *_: answer)
+    """A rank of its own disk; rank 0 has dropped what comes later."""
+    monkeypatch.setattr(restoring_module, "from_rank_0", lambda *_: ([], 0))
     monkeypatch.setattr(RunFolder, "write_setup", fail(OSError(errno.ENOSPC, "No space left on device")))
-    world: Any = SimpleNamespace(group=LocalGroup(torch.device("cpu")), is_main=False, local_rank=0)
-    blend: Any = SimpleNamespace(first=SimpleNamespace(tokenizer_json=None))
-    with pytest.raises(UserError, match=r"cannot write to the run folder .*run: No space left"):
-        meet_module.open_folder(Request(tiny(), tmp_path / "run"), world, tiny(), blend)
+    setup: Any = SimpleNamespace(
+        folder=RunFolder(tmp_path / "run"),
+        world=SimpleNamespace(rank=1, local_rank=0),
+        group=None,
+        progress=Progress(),
+        checkpoints=SimpleNamespace(writers=[0]),
+        config=tiny(),
+        data=SimpleNamespace(blend=SimpleNamespace(first=SimpleNamespace(tokenizer_json=None))),
+    )
+    with pytest.raises(RunError, match=r"cannot write to the run folder .*run: No space left"):
+        restoring_module._forget_later_steps(setup)
 
 
 # ---- slow, and no hang ----

@@ -10,10 +10,11 @@ from program import losses
 from ranks import run_ranks
 from whole_runs import STEPS, first_ranks, tiny
 
-from paceline.base.errors import UserError
+from paceline.base.errors import RunError, UserError
 from paceline.cli.resume import stored_config
 from paceline.cli.train import _continued
-from paceline.record.folder import RunFolder
+from paceline.record.folder import RunFolder, has_begun
+from paceline.train import meet
 from paceline.train.loop import train
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
@@ -85,3 +86,24 @@ def resumed_with_another_end(_: ParallelConfig, env: Environment, base: Path) ->
 def test_each_host_keeps_the_settings_that_a_resume_changed(tmp_path: Path) -> None:
     """Finds: only rank 0's host has them, so that the next resume is refused: ranks differ."""
     assert run_ranks(resumed_with_another_end, 2, tmp_path, opened=False) == [STEPS + 2] * 2
+
+
+TOO_LARGE = RunError("does not fit", reach="world")
+
+
+def refused(_: ParallelConfig, env: Environment, base: Path) -> bool:
+    """Starts on two hosts of one rank each, where the model does not fit. Returns whether a run has begun there."""
+    folder = base / f"host-{env.rank}/run"
+    with (
+        patch("socket.gethostname", lambda: f"host-{env.rank}"),
+        patch.object(meet, "make_replica", side_effect=TOO_LARGE),
+    ):
+        host = replace(env, local_rank=0, local_world_size=1)
+        with pytest.raises(RunError, match="does not fit"):
+            train(Request(tiny(), folder), host)
+    return has_begun(folder)
+
+
+def test_a_start_that_fails_leaves_no_run_on_any_host(tmp_path: Path) -> None:
+    """Finds: the other hosts have a config.toml, so that the same command with another setting is refused there."""
+    assert run_ranks(refused, 2, tmp_path, opened=False) == [False, False]

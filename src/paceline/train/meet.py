@@ -203,10 +203,6 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
     answer = from_rank_0(world.group, make)
     if not world.is_main:
         folder = run_folder.create(request.out or Path(answer["path"]))
-        with _writing_to(folder.path):
-            if world.local_rank == 0 and not folder.config.exists():  # another host, with a disk of its own
-                folder.write_setup(to_toml(config), blend.first.tokenizer_json)
-                folder.record_job(request.job)  # this host may have rank 0 in a later attempt
     is_restart, resume_step = answer["request"]
     return replace(request, is_restart=is_restart, resume_step=resume_step), folder, answer["is_new"]
 

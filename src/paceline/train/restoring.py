@@ -2,6 +2,7 @@
 
 import contextlib
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,27 +148,33 @@ def _forget_later_steps(setup: Setup) -> int:
     folder, world, step = setup.folder, setup.world, setup.progress.step
 
     def write_setup() -> None:
-        try:
-            folder.write_setup(to_toml(setup.config), setup.data.blend.first.tokenizer_json)
-        except OSError as error:
-            raise RunError(f"cannot write to the run folder {folder.path}: {error.strerror or error}") from None
+        folder.write_setup(to_toml(setup.config), setup.data.blend.first.tokenizer_json)
 
     def forget() -> tuple[list[str], int]:
-        write_setup()
-        try:
+        with _writing_to(folder.path):
+            write_setup()
             # Checkpoints first: a crash in between leaves extra records, which the next resume drops.
             keep = setup.request.resume_step is not None  # not of a crash: restarts would pile them up
             later = retention.set_aside(folder.checkpoints, step) if list_steps(folder.checkpoints) else []
             return later, folder.forget_after(step, keep)
-        except OSError as error:
-            raise RunError(f"cannot write to the run folder {folder.path}: {error.strerror or error}") from None
 
     later, reached = from_rank_0(setup.group, forget)
     if world.local_rank == 0 and world.rank not in setup.checkpoints.writers:  # a host with a folder of its own
-        write_setup()  # the next resume compares it
+        with _writing_to(folder.path):
+            write_setup()  # not before: one that is refused leaves no run there. The next resume compares it
+            folder.record_job(setup.request.job)  # this host may have rank 0 in a later attempt
     if later:
         setup.console.say(f"set aside as superseded: {', '.join(later)}")
     return reached
+
+
+@contextlib.contextmanager
+def _writing_to(path: Path) -> Iterator[None]:
+    """Turns an OSError inside into a RunError: the run folder cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"cannot write to the run folder {path}: {error.strerror or error}") from None
 
 
 def _take_val_losses(setup: Setup) -> None:
