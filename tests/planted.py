@@ -1599,6 +1599,13 @@ MUTATIONS = (
         "train/test_folders_apart.py::test_a_start_that_fails_leaves_no_run_on_any_host",
     ),
     Mutation(
+        "a step whose save failed stays the best",
+        "train/saves.py",
+        "if self._is_best_lost:",
+        "if False:",
+        "train/test_ends.py::test_a_step_whose_save_failed_keeps_no_later_one_from_being_the_best",
+    ),
+    Mutation(
         "the stop of an earlier session ends the restarts of a torchrun",
         "cli/start.py",
         "not is_complete and was_written",

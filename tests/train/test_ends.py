@@ -1,6 +1,7 @@
 """How runs end: stopped, crashed, in an evaluation. What is saved by then, and what is said."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import re
@@ -34,6 +35,7 @@ from paceline.train import meet as meet_module
 from paceline.train import restoring as restoring_module
 from paceline.train import saves as saves_module
 from paceline.train.loop import train
+from paceline.train.meet import Setup
 from paceline.train.progress import Progress
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
@@ -165,6 +167,25 @@ def test_a_lower_loss_of_a_checkpoint_that_is_gone_keeps_no_other_from_being_the
     assert status_of(folder, config, resume=True) == 0
     evaluated = [row for row in rows(folder / "metrics.jsonl") if "val_loss" in row]
     assert best_of(folder) == ("step-00000003", evaluated[-1]["val_loss"])
+
+
+def test_a_step_whose_save_failed_keeps_no_later_one_from_being_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finds: its loss stays the one to beat, and `best` names the first step for ever."""
+    folder, evaluate, found = tmp_path / "run", loop_module.evaluate, {1: 4.0, 2: 1.0, 3: 2.0, 4: 3.0}
+
+    def with_loss(setup: Setup) -> Any:
+        setup.checkpoints.saver.finish()
+        row = evaluate(setup)
+        assert row
+        return dataclasses.replace(row, val_loss=found[setup.progress.step])
+
+    monkeypatch.setattr(loop_module, "evaluate", with_loss)
+    config = tiny(train__eval_every=1, train__steps=4, checkpoint__keep_best=True)
+    assert status_of(folder, config, "rank=0 step=2 phase=save.write kind=full") == 0
+    assert best_of(folder) == ("step-00000003", found[3])
+    assert saved(folder) == [3, 4]
 
 
 # ---- stopped at an evaluation ----

@@ -226,6 +226,8 @@ class Training:
         if row is None:
             return reason
         progress.val_loss = row.val_loss
+        if self.config.checkpoint.keep_best:
+            self.saves.forget_lost_best()
         if math.isfinite(row.val_loss) and (progress.best_val_loss is None or row.val_loss < progress.best_val_loss):
             progress.best_val_loss = row.val_loss
         setup.recorder.evaluated(row)

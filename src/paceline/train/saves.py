@@ -49,6 +49,8 @@ class Saves:
         self._best: dict[int, float] = {}  # step and loss of the best one, while it is written
         # Hosts of `launch` have copies.
         self._has_noted = setup.world.rank in setup.checkpoints.writers or has_launcher()
+        self._best_step = 0  # of the last one that was to be kept as the best
+        self._is_best_lost = False  # on rank 0: its save failed
 
     def has_changed(self) -> None:
         """The weights are no longer those that were restored, and perhaps evaluated: what is there is not of them."""
@@ -81,9 +83,19 @@ class Saves:
             if is_often and self._setup.world.is_main:  # the others wait for rank 0 in the next step
                 self._saver.finish(within_s=_WAIT_S)
 
+    def forget_lost_best(self) -> None:
+        """If the save of the best step failed, the best loss is that of a checkpoint that is there. Collective."""
+        self.report()
+        best = self._progress.best_val_loss
+        if self._is_best_lost:
+            with contextlib.suppress(OSError):
+                best, self._is_best_lost = retention.mark(self._folder, {}), False
+        self._progress.best_val_loss = self._group.broadcast_json(best)
+
     def save_best(self) -> None:
         """Keeps this step as the best so far: its checkpoint that was just started, or a new one."""
         assert self._progress.val_loss is not None
+        self._best_step = self._progress.step
         if self._saved_step == self._progress.step:
             self._best = {self._progress.step: self._progress.val_loss}
             self.report()
@@ -125,6 +137,7 @@ class Saves:
         outcome = self._saver.take_outcome()
         if outcome is not None and self._setup.world.is_main:
             self._record(outcome, is_again)
+            self._is_best_lost |= bool(outcome.problem) and outcome.step == self._best_step
         self._report_news()
         if self._best and not self._saver.is_busy:
             if self._setup.world.is_main:
