@@ -2000,6 +2000,13 @@ MUTATIONS = (
         "replica/test_run.py::test_a_cell_that_runs_again_makes_the_run_again",
     ),
     Mutation(
+        "a Run that is made again after unfreezing goes back to its last save",
+        "replica/run.py",
+        "        if continued is not None:\n            self._state",
+        "        if False:\n            self._state",
+        "replica/test_run.py::test_a_run_made_again_after_unfreezing_goes_on_where_it_is",
+    ),
+    Mutation(
         "rank 0 begins at step 0 where another host has the run's checkpoints",
         "train/meet.py",
         "if with_saves and not num_saved:",

@@ -237,6 +237,32 @@ def twice(world: World, folder: Path) -> list[int]:
     return made
 
 
+def unfrozen(world: World, folder: Path) -> tuple[list[int], bool]:
+    """A script that unfreezes its body, and makes replica and run again without a save. Returns the steps made before
+    and after it, and whether the weights are as they were."""
+    body, head = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1)
+    net = nn.Sequential(body, head)
+    optimizer = torch.optim.SGD(head.parameters(), 0.1)
+    made, before = [], torch.zeros(1, 2)
+    for is_later in (False, True):
+        if is_later:
+            before = head.weight.detach().clone()
+            body.requires_grad_(True)
+            optimizer.add_param_group({"params": list(body.parameters())})
+        replica = Replica(net, optimizer, world)
+        script = Run(folder, net=replica)
+        made.append(replica.num_steps)
+        is_kept = torch.equal(head.weight, before)
+        for step in script.steps(TensorDataset(torch.ones(8, 2)), batch_size=4, max_steps=replica.num_steps + 3):
+            for (x,) in step:
+                step.backward(net(x).mean())
+            step.finish()
+            if step.number == 2:
+                script.save()
+        made.append(replica.num_steps)
+    return made, is_kept
+
+
 def sweep(world: World, folder: Path) -> list[Any]:
     """Two runs, one after the other; and in the body of each step what is logged, saved and evaluated in odd orders."""
     found: list[Any] = []
@@ -355,6 +381,14 @@ def test_a_cell_that_runs_again_makes_the_run_again(tmp_path: Path) -> None:
     found = training_rows(tmp_path / "run")
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     assert [row.get("twice") for row in found] == [None] * 4 + [2.0] * 2
+
+
+def test_a_run_made_again_after_unfreezing_goes_on_where_it_is(tmp_path: Path) -> None:
+    """Finds: it goes back to the save before, without a word, and drops the rows of what followed."""
+    assert run_ranks(unfrozen, 2, tmp_path / "run") == [([0, 3, 3, 6], True)] * 2
+    found = training_rows(tmp_path / "run")
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
+    assert [row["tokens"] for row in found] == [4, 8, 12, 16, 20, 24]
 
 
 def evaluated(world: World, folder: Path) -> list[Any]:

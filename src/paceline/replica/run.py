@@ -124,6 +124,9 @@ class Run:
         self._repeated: list[set[str]] = []
         self._saved: tuple[int, float | None] | None = None  # the same, of the last save
         self._is_over = False
+        continued = _OPEN.get(self.folder.path)
+        if continued is not None and not continued._is_continued_by(replicas):
+            continued = None
         for earlier in list(_OPEN.values()):
             earlier._make_room(self.folder.path)
         from_rank_0(self.world.group, lambda: script.check_folder(self.folder))
@@ -140,8 +143,12 @@ class Run:
         _OPEN[self.folder.path] = self
         self._open_records(every)
         self._peak = peak_of_all_ranks(self.world, self.replica.dtype) if flops_per_sample else None
+        if continued is not None:
+            self._state |= continued._state
+            self._evaluated = continued._evaluated
+            self._save_last()  # here, since the earlier replica cannot save any more
         self._begin(config or {})
-        self._follow_saves_and_ends()
+        self._follow_ends()
 
     def _open_records(self, every: int) -> None:
         self.folder = self.checkpoints.run_folder  # which it has locked
@@ -149,12 +156,12 @@ class Run:
         self._console = Console(self.world.rank)
         self._console.open_log(self.folder.rank_log(self.world.rank), takes_output=False)
         self._recorder = StepRecorder(self.world, self.folder, self._console, LogConfig(every=every))
-
-    def _follow_saves_and_ends(self) -> None:
         self.checkpoints.before_save = self._before_save
         self.checkpoints.before_publishing = self.folder.sync
         self.checkpoints.on_outcome = self._recorder.saved
         self.checkpoints.on_news = self._recorder.event
+
+    def _follow_ends(self) -> None:
         folder = self.folder.path
         at_leaving(partial(_of_open, folder, Run._leave))
         at_failing(partial(_of_open, folder, Run._fail))
@@ -383,6 +390,12 @@ class Run:
         elif self._recorded > self._first and self._loop is None:
             self._leave()
             self.checkpoints._end()
+
+    def _is_continued_by(self, replicas: Sequence[Replica]) -> bool:
+        """Whether these replicas count on the steps that this run has made, as after unfreezing."""
+        numbers = {each.replica.number for each in self.checkpoints._replicas.values()}
+        has_steps = self._loop is None and self.replica.num_steps > self._first
+        return has_steps and all(each.continues in numbers for each in replicas)
 
     def _require_open(self, verb: str) -> None:
         if self._is_over:
