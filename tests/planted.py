@@ -1662,6 +1662,13 @@ MUTATIONS = (
         "train/test_switches.py::test_rows_come_every_so_many_steps",
     ),
     Mutation(
+        "foreign tokens in a mixture have the model's vocabulary",
+        "data/mixture.py",
+        "else min(vocab_size, prepared) for root in roots]",
+        "else vocab_size for root in roots]",
+        "data/test_foreign.py::test_foreign_tokens_in_a_mixture_have_the_prepared_vocabulary_where_the_models_is_rounded_up",
+    ),
+    Mutation(
         "an epoch of packed rows is one of the stream",
         "data/mixture.py",
         "tokens = [part.num_sequences * training.seq_len for part in training.sources]",

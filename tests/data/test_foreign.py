@@ -364,3 +364,21 @@ def test_foreign_tokens_are_mixed_with_prepared_ones_of_the_same_tokenizer(tmp_p
     mixed = Blend.open(folders, 257, 256)
     assert mixed.first.folder == small
     assert mixed.training(4, mask_documents=True, cache=tmp_path).document_token == 256
+
+
+def test_foreign_tokens_in_a_mixture_have_the_prepared_vocabulary_where_the_models_is_rounded_up(
+    tmp_path: Path,
+) -> None:
+    """As with --init-from, where model.vocab-size is 50304 for the 50257 ids of GPT-2."""
+    small = prepare_small(tmp_path / "prepared", [[1, 2, 3]] * 9)
+    for name, last in (("web", 256), ("other", 257)):
+        for split in ("train", "val"):
+            llm_c(tmp_path / name / f"web_{split}_000.bin", [256, 1, 2, 3, last] * 5)
+    for parts in ([(tmp_path / "web", 1.0), (small, 1.0)], [(small, 1.0), (tmp_path / "web", 1.0)]):
+        mixed = Blend.open(parts, 320, 256)
+        assert [dataset.vocab_size for dataset in mixed.datasets] == [257, 257]
+    with pytest.raises(UserError, match=r"257.*vocabulary"):
+        Blend.open([(small, 1.0), (tmp_path / "other", 1.0)], 320, 256)
+    assert Blend.open([(tmp_path / "other", 1.0)], 320, 256).first.vocab_size == 320
+    with pytest.raises(UserError, match=r"model.vocab-size is 100, smaller than the data's vocabulary \(257"):
+        Blend.open([(small, 1.0), (tmp_path / "web", 1.0)], 100)

@@ -25,7 +25,7 @@ import numpy as np
 
 from paceline.base.errors import UserError
 from paceline.data.config import MAX_VOCAB
-from paceline.data.shard import MAGIC, SPLITS, reading
+from paceline.data.shard import MAGIC, SPLITS, is_complete, reading
 from paceline.data.stream import LLAMA3_MAGIC, Int64s, Shard
 from paceline.data.tokenizer import Tokenizer, character_tokenizer
 
@@ -221,6 +221,11 @@ def _is_vocabulary(itos: Any, size: int) -> bool:
     if not isinstance(itos, dict):
         return False
     return all(type(i) is int and 0 <= i < size and type(character) is str for i, character in itos.items())
+
+
+def tells_vocabulary(folder: Path) -> bool:
+    """Whether a dataset has the size of its vocabulary in a file."""
+    return is_complete(folder) or (folder / META).exists()
 
 
 def vocabulary(folder: Path, vocab_size: int) -> tuple[int, Tokenizer | None]:

@@ -11,6 +11,7 @@ The sequence there: the dataset's own permutation of the epoch says it, see orde
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +22,10 @@ import numpy.typing as npt
 
 from paceline.base.errors import UserError
 from paceline.data.dataset import Dataset
+from paceline.data.foreign import tells_vocabulary
 from paceline.data.order import ids_at, source_seed
 from paceline.data.packing import PackedRows, ensure_packing
+from paceline.data.shard import is_complete, read_index
 from paceline.data.stream import Int64s, Windows
 
 # Shares are integers in units of 2**-30, so that all products below fit in 63 bits. This changes a count by n * 2**-31.
@@ -56,8 +59,14 @@ class Blend:
         *,
         checks: bool = True,
     ) -> "Blend":
-        """parts: (folder, weight) each; see `Dataset.open` for the others and errors."""
-        datasets = [Dataset.open(folder, vocab_size, document_token, checks=checks) for folder, _ in parts]
+        """parts: (folder, weight) each; see `Dataset.open` for the others and errors. vocab_size may be above that of a
+        prepared part, as a model's is after rounding; foreign parts that do not tell theirs have the prepared one's."""
+        roots = [Path(os.path.expanduser(folder)) for folder, _ in parts]
+        prepared = next((read_index(root).vocab_size for root in roots if is_complete(root)), vocab_size)
+        sizes = [vocab_size if tells_vocabulary(root) else min(vocab_size, prepared) for root in roots]
+        datasets = [
+            Dataset.open(root, size, document_token, checks=checks) for root, size in zip(roots, sizes, strict=True)
+        ]
         blend = cls(datasets, [weight for _, weight in parts])
         blend.is_checked = checks
         return blend
