@@ -474,9 +474,23 @@ MUTATIONS = (
     Mutation(
         "a part of a file that was replaced meanwhile is kept",
         "data/parts.py",
-        "            require_unchanged(of.file)",
-        "            continue",
+        "        require_unchanged(of.file for of in part)",
+        "        pass",
         "data/test_prepare.py::test_a_source_that_is_replaced_meanwhile_is_refused",
+    ),
+    Mutation(
+        "a cached part is known by its file's size",
+        "data/cache.py",
+        "prepare(sources, recipe,",
+        'prepare(replace(sources, files=tuple(replace(file, stamp="") for file in sources.files)), recipe,',
+        "data/test_cache.py::test_text_that_was_other_text_for_a_while_is_encoded_as_it_is",
+    ),
+    Mutation(
+        "a tokenizer of text that changed meanwhile is kept",
+        "data/sample.py",
+        "        require_unchanged(sources.files)  # a resume",
+        "        # a resume",
+        "data/test_cache.py::test_text_that_was_other_text_for_a_while_is_encoded_as_it_is",
     ),
     # ---- model: forward, loss, what it costs ----
     Mutation(

@@ -14,6 +14,7 @@ from small_data import bytes_of
 from paceline.base.errors import UserError
 from paceline.data import cache as cache_module
 from paceline.data import parts as parts_module
+from paceline.data import prepare as prepare_module
 from paceline.data.cache import ensure_datasets, inspect_data
 from paceline.data.config import DataConfig, Quiet
 from paceline.data.dataset import Dataset
@@ -251,6 +252,40 @@ def test_text_that_changes_under_the_builder_is_refused(text: Path, cache: Path,
     with pytest.raises(UserError, match=message):
         ensure(DataConfig(path=str(text), tokenizer_vocab=300), Meddler())
     assert folders(cache) == []
+
+
+@pytest.mark.parametrize("moment", ["training a tokenizer", "learns its merges"])
+def test_text_that_was_other_text_for_a_while_is_encoded_as_it_is(
+    text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """As by `git checkout other`, Ctrl-C and `git checkout main`: the folder's name is that of the first text. Neither
+    a part nor the tokenizer is of the other one (mutations: keep either)."""
+    monkeypatch.setattr(parts_module, "PART_BYTES", 1 << 14)
+    first = {path: path.read_bytes() for path in text.iterdir()}
+
+    class Meddler(Quiet):
+        def say(self, line: str) -> None:
+            if moment in line:
+                for path, content in first.items():
+                    path.write_bytes(content.swapcase())
+
+        def advance(self, *progress: object) -> None:
+            raise KeyboardInterrupt
+
+    def no_part(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    config = DataConfig(path=str(text), tokenizer_vocab=300)
+    with monkeypatch.context() as patch:
+        if moment == "training a tokenizer":
+            patch.setattr(prepare_module, "encode_all", no_part)
+        with pytest.raises((KeyboardInterrupt, UserError)):
+            ensure(config, Meddler())
+    for path, content in first.items():
+        path.write_bytes(content)
+    made = ensure(config)
+    monkeypatch.setenv("PACELINE_CACHE", f"{cache}-alone")
+    assert bytes_of(made) == bytes_of(ensure(config))
 
 
 def test_a_folder_whose_index_was_deleted_is_built_again(text: Path, cache: Path) -> None:

@@ -93,13 +93,12 @@ def _make(sources: Sources, vocab_size: int, final: Path, report: Report, num_wo
     began = time.perf_counter()
     size, num_files = sum(file.num_bytes for file in sources.files), len({file.path for file in sources.files})
     report.say(f"data: preparing {sources.name}, {units.plural(num_files, 'file')}, {units.size(size)}")
-    unstamped = tuple(replace(file, stamp="") for file in sources.files)  # the folder's name has the content's hash
     recipe = Recipe(tokenizer=f"train:{vocab_size}" if vocab_size else "chars")
     workers = num_workers if size > _PARALLEL_BYTES else 1
     if not (final / WORK).exists():
         shutil.rmtree(final, ignore_errors=True)  # complete once, partly deleted by a user
     try:
-        index = prepare(replace(sources, files=unstamped), recipe, final, report, num_workers=workers)
+        index = prepare(sources, recipe, final, report, num_workers=workers)
     except UserError as error:
         # After a full disk, or one that could not be read, the same text can resume.
         if not (error.is_of_system or isinstance(error.__cause__, OSError)):

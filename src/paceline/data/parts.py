@@ -155,8 +155,7 @@ class PartEncoder:
         finally:
             for writer in writers:
                 writer.file.close()
-        for of in part:
-            require_unchanged(of.file)  # the rows of another file's parts would be missing, or there twice
+        require_unchanged(of.file for of in part)  # other row groups: rows would be missing, or there twice
         record.skipped = [list(each) for each in skipped]
         sync(self._job.folder)
         replace(self._job.folder / f"{key}.json", json.dumps(asdict(record)).encode())

@@ -13,7 +13,7 @@ from paceline.base.files import replace
 from paceline.data.config import Recipe, Report
 from paceline.data.documents import Range, can_be_cut, read, whole
 from paceline.data.shard import TOKEN_BYTES
-from paceline.data.sources import SourceFile, Sources
+from paceline.data.sources import SourceFile, Sources, require_unchanged
 from paceline.data.tokenizer import FILE, Tokenizer, resolve
 
 SAMPLE_BYTES = 64 << 20  # of text, enough to learn merges; less is read completely
@@ -28,6 +28,7 @@ def make_tokenizer(sources: Sources, recipe: Recipe, folder: Path, report: Repor
         for file in sources.files:
             for document in read(whole(file), recipe, []):
                 yield from document.slices
+        require_unchanged(sources.files)
 
     def sample() -> Iterator[str]:
         report.say(f"data: training a tokenizer, {recipe.tokenizer.removeprefix('train:')} tokens, on {sources.name}")
@@ -35,6 +36,7 @@ def make_tokenizer(sources: Sources, recipe: Recipe, folder: Path, report: Repor
         for text in sampled(sources.files, recipe):
             num_characters += len(text)
             yield text
+        require_unchanged(sources.files)  # a resume takes this tokenizer, whatever the files are by then
         report.say(f"data: {units.count(num_characters)} characters are read for the tokenizer; it learns its merges")
 
     texts = characters if recipe.tokenizer == "chars" else sample

@@ -6,7 +6,7 @@ import platform
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,11 +89,14 @@ def local_file(name: str, path: str, format: str, compression: str = "") -> Sour
     return SourceFile(name, path, format, compression, num_bytes=status.st_size, stamp=stamp)
 
 
-def require_unchanged(file: SourceFile) -> None:
-    """Raises UserError if a local file is another one, or was written to, since it was listed; each part opens it anew.
-    Nothing is known of a file without a stamp, nor of one on the hub."""
-    if file.stamp and not hub.is_hub(file.path) and local_file(file.name, file.path, file.format).stamp != file.stamp:
-        raise UserError(f"{file.where} changed while it was read; start again")
+def require_unchanged(files: Iterable[SourceFile]) -> None:
+    """Raises UserError if a local file is another one, or was written to, since it was listed; whoever reads opens it
+    anew. Nothing is known of a file without a stamp, nor of one on the hub."""
+    for file in files:
+        if not file.stamp or hub.is_hub(file.path):
+            continue
+        if local_file(file.name, file.path, file.format).stamp != file.stamp:
+            raise UserError(f"{file.where} changed while it was read; start again")
 
 
 def embedded() -> Sources:
