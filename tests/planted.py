@@ -1090,6 +1090,13 @@ MUTATIONS = (
         "here and max(here) >= newest:",
         "checkpoint/test_storage.py::test_the_best_one_comes_also_after_an_interrupt",
     ),
+    Mutation(
+        "an address with a slash at its end is another one",
+        "checkpoint/storage.py",
+        "self.url = self._bucket.url",
+        "self.url = url",
+        "checkpoint/test_storage.py::test_an_address_is_the_same_with_a_slash_at_its_end",
+    ),
     # ---- record: rows, rates, stragglers ----
     Mutation(
         "of two ranks the slower one is the measure",

@@ -16,7 +16,7 @@ from whole_runs import events, saved, status_of, tiny
 
 from paceline.base.errors import EXIT_RESUMABLE, RunError, UserError
 from paceline.checkpoint.bring import bring
-from paceline.checkpoint.bucket import IDENTITY, Bucket
+from paceline.checkpoint.bucket import IDENTITY, Bucket, identity
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.retention import set_aside
 from paceline.checkpoint.steps import MANIFEST, folder_name, list_steps
@@ -191,6 +191,18 @@ def test_the_best_one_comes_also_after_an_interrupt(at: At) -> None:
     bring(at.url, target)
     assert list_steps(target / "checkpoints") == [2, 4]
     assert (target / "checkpoints/best").read_text() == f"{folder_name(2)}\n"
+
+
+def test_an_address_is_the_same_with_a_slash_at_its_end(at: At) -> None:
+    """Finds: a run that was brought is refused there as another run."""
+    at.save(2)
+    at.send()
+    plain, at.url, at.run = at.url, f"{at.url}/", at.run.parent / "other"
+    bring(at.url, at.run)
+    assert at.send() == []
+    (at.run / IDENTITY).write_text(json.dumps(identity(at.run) | {"to": at.url}))  # as former versions wrote it
+    at.url = plain
+    assert at.send() == []
 
 
 def test_resume_auto_brings_the_run_also_after_an_interrupt(at: At) -> None:

@@ -40,8 +40,9 @@ class Storage:
     """Sends the checkpoints and records of a run folder to an address, in a thread; on rank 0 only."""
 
     def __init__(self, url: str, folder: Path, config: CheckpointConfig):
-        self.url, self._folder, self._checkpoints, self._config = url, folder, folder / "checkpoints", config
+        self._folder, self._checkpoints, self._config = folder, folder / "checkpoints", config
         self._bucket = Bucket(url)
+        self.url = self._bucket.url
         self._identity: dict[str, Any] = {}
         self._owner: dict[str, Any] = {"token": secrets.token_hex(8)}
         self._sent: set[int] = set()  # steps that are complete there, with the bytes that they have here
@@ -70,7 +71,7 @@ class Storage:
         except PacelineError:
             raise
         except Exception as error:
-            if self._identity.get("to") != self.url:
+            if not self._is_known:
                 raise UserError(f"checkpoint.to {self.url} cannot be used: {text_of(error)}") from None
         self._record_identity(self._identity.get("later", []))
         self._wake.set()
@@ -122,10 +123,15 @@ class Storage:
 
     # ---- the owner ----
 
+    @property
+    def _is_known(self) -> bool:
+        """Whether the run folder says that it was sent here, or came from here."""
+        return str(self._identity.get("to", "")).rstrip("/") == self.url  # former versions kept a trailing slash
+
     def _claim(self) -> None:
         """Raises UserError if another run or a living process is the owner."""
         owner = self._bucket.owner()
-        is_own = self._identity.get("to") == self.url and owner.get("id") in (None, self._owner["id"])
+        is_own = self._is_known and owner.get("id") in (None, self._owner["id"])
         here, later = list_steps(self._checkpoints), self._identity.get("later", ())
         there = [step for step in self._bucket.steps() if step not in later and self._bucket.manifest(step)]
         newest = max(there, default=None)
