@@ -1097,6 +1097,27 @@ MUTATIONS = (
         "self.url = url",
         "checkpoint/test_storage.py::test_an_address_is_the_same_with_a_slash_at_its_end",
     ),
+    Mutation(
+        "a restart asks for a checkpoint that retention removed",
+        "cli/resume.py",
+        "        step = None  # an earlier",
+        "        pass  # an earlier",
+        "checkpoint/test_storage.py::test_a_restart_does_not_ask_for_the_step_that_an_attempt_before_went_on_from",
+    ),
+    Mutation(
+        "a restart before the first restore brings later checkpoints",
+        "cli/resume.py",
+        'is_restart and not known.get("later") and',
+        "is_restart and",
+        "checkpoint/test_storage.py::test_a_restart_does_not_ask_for_the_step_that_an_attempt_before_went_on_from",
+    ),
+    Mutation(
+        "a command with another strategy continues a run of its job",
+        "cli/start.py",
+        'not item[0].startswith("track.")]',
+        'not item[0].startswith(("track.", "parallel."))]',
+        "launch/test_job.py::test_another_command_or_job_is_another_run",
+    ),
     # ---- record: rows, rates, stragglers ----
     Mutation(
         "of two ranks the slower one is the measure",

@@ -193,6 +193,30 @@ def test_the_best_one_comes_also_after_an_interrupt(at: At) -> None:
     assert (target / "checkpoints/best").read_text() == f"{folder_name(2)}\n"
 
 
+def test_a_restart_does_not_ask_for_the_step_that_an_attempt_before_went_on_from(
+    at: At, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finds: restarts that are refused, since retention has removed that step."""
+    at.save(100, 110)
+    at.send()
+    monkeypatch.chdir(at.run.parent)
+    arguments = [at.url, "--step", "100"]
+    _brought(arguments)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    at.run = at.run.parent / "runs/run"
+    _brought(arguments)
+    assert list_steps(at.run / "checkpoints") == [100], "nothing was restored yet"
+    with at.sending() as sender:
+        sender.supersede()
+    at.save(120, 130)
+    at.send()
+    assert at.steps == list_steps(at.run / "checkpoints") == [120, 130]
+    assert _brought(arguments) == ["runs/run", "--checkpoint.to", at.url, "--step", "100"]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with pytest.raises(UserError, match="holds no checkpoint of step 100"):
+        _brought(arguments)
+
+
 def test_an_address_is_the_same_with_a_slash_at_its_end(at: At) -> None:
     """Finds: a run that was brought is refused there as another run."""
     at.save(2)

@@ -70,6 +70,9 @@ def test_another_command_or_job_is_another_run(written: Callable[..., Path]) -> 
     elsewhere = Request(Config().replace("parallel", interface="eth1"), path)
     assert not for_this_attempt(other, life(1))[0].is_restart, "people use run ids again"
     assert not for_this_attempt(request, life(1, "101"))[0].is_restart
+    for changed in (Config().replace("parallel", strategy="local"), Config().replace("train", init_from="/base")):
+        found, _ = for_this_attempt(Request(changed, None), life(0))
+        assert found.out is None, "two commands of one job, each without --out"
     assert for_this_attempt(elsewhere, life(1))[0].is_restart, "rank 0 may move to another host"
 
 

@@ -13,6 +13,7 @@ import tyro
 
 from paceline.base.errors import EXIT_DONE, UserError, require_at_least
 from paceline.checkpoint.bucket import identity
+from paceline.checkpoint.steps import newest_whole
 from paceline.cli.flags import asked_help, parse
 from paceline.cli.start import RankFlags, start
 from paceline.config import CONFIG_IS_KEPT, Config, load_run
@@ -64,7 +65,11 @@ def _brought(arguments: list[str]) -> list[str]:
     require_at_least(parsed, "--", step=-1)
     say = Console(int(os.environ.get("RANK", "0") != "0")).say  # once, by rank 0
     say(f"bringing the run at {url} to {folder}")
-    for problem in bring(url, folder, parsed.step if parsed.step >= 0 else None):
+    step, known = parsed.step if parsed.step >= 0 else None, identity(folder)
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and known.get("to") == url
+    if is_restart and not known.get("later") and newest_whole(folder / "checkpoints", None):
+        step = None  # an earlier attempt went on from it, and may have removed it since
+    for problem in bring(url, folder, step):
         say(f"passed over a damaged checkpoint: {problem}")
     is_script = run_folder.script_of(folder) is not None
     return [str(folder), *([] if is_script else ["--checkpoint.to", url]), *options]  # the last of two options counts

@@ -26,6 +26,7 @@ from paceline.launch.job import JOB, job_name
 from paceline.launch.local import one_host, one_of_many, open_ranks
 from paceline.launch.options import MOST_RANKS as MOST_RANKS
 from paceline.record import folder as run_folder
+from paceline.train.changes import LOCAL
 from paceline.train.request import RUNS, Request
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import free_memory, usable_cores
@@ -259,9 +260,8 @@ def _is_restart(reason: str) -> bool:
 def _common_text(config: Config) -> str:
     """Returns the part of the config that is the same on all hosts and in all attempts."""
     values = flatten(config).items()
-    return json.dumps(
-        [item for item in values if not item[0].startswith(("parallel.", "track.", "data.path", "data.mix"))]
-    )
+    left_out = [name for name in LOCAL if name != "train.init-from"]  # another source is another run
+    return json.dumps([item for item in values if item[0] not in left_out and not item[0].startswith("track.")])
 
 
 def _check_folder(request: Request) -> None:

@@ -22,6 +22,11 @@ _CHANGEABLE = (
 # These change the sequences of a step, or the model.
 _CURVE_SECTIONS = ("model.", "data.")
 _CURVE = ("train.seed", "train.global-batch-size", "train.global-batch-tokens")
+# Fields that may differ between hosts, beside [track], which only rank 0 uses: where and how a run is computed.
+LOCAL = (
+    *("parallel.interface", "parallel.threads", "parallel.port", "parallel.device"),
+    *("data.path", "data.mix", "train.init-from"),
+)
 
 Changes = dict[str, tuple[Any, Any]]  # `section.field-name`, as the user types it -> (before, now)
 

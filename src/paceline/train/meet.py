@@ -31,6 +31,7 @@ from paceline.replica.replica import Replica
 from paceline.replica.stopping import StopRequest
 from paceline.replica.updates import LossScaler
 from paceline.train import banner
+from paceline.train.changes import LOCAL
 from paceline.train.data import TrainingData
 from paceline.train.initial import load_initial, require_same_tokenizer
 from paceline.train.progress import Progress
@@ -151,7 +152,7 @@ def _config_of_rank_0(request: Request, world: World) -> Config:
         return to_toml(config)
 
     config = from_toml(from_rank_0(world.group, text), "the config of rank 0", Config())
-    for name in _LOCAL:
+    for name in LOCAL:
         section, item = name.replace("-", "_").split(".")
         config = config.replace(section, **{item: getattr(getattr(request.config, section), item)})
     return replace(config, track=request.config.track)
@@ -279,13 +280,6 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
     return replica
 
 
-# Fields that may differ between hosts, beside [track], which only rank 0 uses: where and how a run is computed.
-_LOCAL = (
-    *("parallel.interface", "parallel.threads", "parallel.port", "parallel.device"),
-    *("data.path", "data.mix", "train.init-from"),
-)
-
-
 def require_alike(group: Group, config: Config, blend: Blend) -> None:
     """Raises UserError on all ranks, naming them and their values, if data or configs differ. One rank of each host
     has looked at the data; the others take the fingerprint from it. Collective."""
@@ -295,7 +289,7 @@ def require_alike(group: Group, config: Config, blend: Blend) -> None:
         **{
             name: value
             for name, value in flatten(config).items()
-            if name not in _LOCAL and not name.startswith("track.")
+            if name not in LOCAL and not name.startswith("track.")
         },
     }
     rows, differences = group.share_json(facts), []
