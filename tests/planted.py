@@ -1797,10 +1797,24 @@ MUTATIONS = (
         "cli/test_flags.py::test_of_a_flag_that_is_given_twice_the_last_counts",
     ),
     Mutation(
+        "a run on another host is stale though its next row is not due",
+        "record/state.py",
+        "max(_SILENT_STEPS, _SILENT_ROWS * every)",
+        "_SILENT_STEPS",
+        "record/test_state.py::test_a_run_on_another_host_is_silent_as_long_as_its_rows_take",
+    ),
+    Mutation(
+        "a tracker has all of a run that may still train on another host",
+        "tools/track/follow.py",
+        "if not trains and may_train_elsewhere(self._folder):",
+        "if not trains and self._num_failures:",
+        "tools/track/test_follow.py::test_of_a_run_that_may_still_train_on_another_host_nothing_has_all",
+    ),
+    Mutation(
         "a machine that has this one's name is taken for it",
         "record/state.py",
-        ' or place not in ("", namespace("pid")):',
-        ":",
+        ' or place not in ("", namespace("pid"))',
+        "",
         "record/test_state.py::test_of_a_run_on_another_host_only_the_age_of_its_records_is_known",
     ),
     Mutation(

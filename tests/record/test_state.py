@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from paceline.record.folder import COMPLETE, RunFolder, create
-from paceline.record.state import read_config, read_state
+from paceline.record.state import is_running, read_config, read_state
 
 WRITER = """
 import sys, time
@@ -100,6 +100,25 @@ def test_of_a_run_on_another_host_only_the_age_of_its_records_is_known(tmp_path:
     for path in (holder, folder.metrics, folder.events):
         os.utime(path, (0, time.time() - 300))
     assert read_state(folder).kind == "stale"
+
+
+def test_a_run_on_another_host_is_silent_as_long_as_its_rows_take(tmp_path: Path) -> None:
+    """Finds 120 s for each run: of a row each 100 steps, and of a long step, the next one may come later."""
+    folder = run_with(tmp_path / "run", {"event": "start"})
+    (folder.path / "lock.holder").write_text(f"host not-{socket.gethostname()}, pid 1\n")
+    for steps, step_ms, silent_s, kind in (
+        ((100, 200, 300), 2000, 550, "running"),
+        ((100, 200, 300), 2000, 650, "stale"),
+        ((100,), 2000, 550, "running"),
+        ((1, 2, 3), 30000.0, 550, "running"),
+        ((1, 2, 3), 10.0, 150, "stale"),
+    ):
+        folder.config.write_text("[log]\nevery = 100\n")
+        rows = [{"step": step, "loss": 2.0, "step_ms": step_ms} for step in steps]
+        folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for path in (folder.path / "lock.holder", folder.metrics, folder.events):
+            os.utime(path, (0, time.time() - silent_s))
+        assert (read_state(folder).kind, is_running(folder)) == (kind, kind == "running"), (steps, silent_s)
 
 
 def test_a_resumed_run_is_running_before_it_records_that(tmp_path: Path) -> None:

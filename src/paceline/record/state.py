@@ -22,7 +22,8 @@ from paceline.record.read import number, step_of
 # running: its process lives. ended: it reached its horizon. stopped: on request, saved. failed: an error was recorded.
 # stale: no end is recorded, and its process is gone or, on another host, silent. imported: it never trained.
 Kind = Literal["running", "ended", "stopped", "failed", "stale", "imported"]
-_SILENT_S = 120.0  # a run on another host without a new record for so long, and for 20 steps, is stale
+# A run on another host without a new record for so long, for 20 steps and for three rows' steps, is stale.
+_SILENT_S, _SILENT_STEPS, _SILENT_ROWS = 120.0, 20, 3
 _VALUES_BYTES = 1 << 20  # of metrics.jsonl: holds the last evaluation, too, if that is not long ago
 
 
@@ -50,7 +51,7 @@ def read_state(folder: RunFolder) -> RunState:
     events = [event for event in events if isinstance(event.get("event"), str)]
     last = next((row for row in reversed(rows) if "loss" in row and step_of(row)), {})
     times = [_written_s(path) for path in (folder.config, folder.metrics, folder.events)]
-    kind, why = _how(folder, events, last)
+    kind, why = _how(folder, events)
     return RunState(
         kind=kind,
         why=why,
@@ -63,9 +64,9 @@ def read_state(folder: RunFolder) -> RunState:
     )
 
 
-def is_running(folder: RunFolder, fresh_s: float = _SILENT_S) -> bool:
+def is_running(folder: RunFolder) -> bool:
     """Returns whether a process writes this run: on this host whether it lives; on another one, of which nothing else
-    is known, whether it has written a record in the last fresh_s seconds."""
+    is known, whether it has written a record lately."""
     holder = folder.path / "lock.holder"
     try:
         name, place, ticks = [*holder.read_text(errors="replace").strip().split("\n"), "", ""][:3]
@@ -74,9 +75,8 @@ def is_running(folder: RunFolder, fresh_s: float = _SILENT_S) -> bool:
         return False
     if (match := re.fullmatch(r"host (.*), pid (\d+)", name)) is None:
         return False
-    # Two machines may have one name; of a run of an earlier version the name is all that is known.
-    if match[1] != socket.gethostname() or place not in ("", namespace("pid")):
-        return time.time() - max(taken_s, _written_s(folder.metrics), _written_s(folder.events)) < fresh_s
+    if _is_elsewhere(match[1], place):
+        return time.time() - max(taken_s, _written_s(folder.metrics), _written_s(folder.events)) < _fresh_s(folder)
     try:
         process = psutil.Process(int(match[2]))
         if process.status() == psutil.STATUS_ZOMBIE:
@@ -87,6 +87,33 @@ def is_running(folder: RunFolder, fresh_s: float = _SILENT_S) -> bool:
         return process.create_time() < taken_s + 60  # a file server's clock may differ by some seconds
     except psutil.Error:
         return False
+
+
+def may_train_elsewhere(folder: RunFolder) -> bool:
+    """Returns whether another host wrote this run and no end is recorded, so that it may only be silent."""
+    try:
+        name, place = [*(folder.path / "lock.holder").read_text(errors="replace").strip().split("\n"), ""][:2]
+    except OSError:
+        return False
+    match = re.fullmatch(r"host (.*), pid \d+", name)
+    return match is not None and _is_elsewhere(match[1], place) and read_state(folder).kind in ("running", "stale")
+
+
+def _is_elsewhere(host: str, place: str) -> bool:
+    # Two machines may have one name; of a run of an earlier version the name is all that is known.
+    return host != socket.gethostname() or place not in ("", namespace("pid"))
+
+
+def _fresh_s(folder: RunFolder) -> float:
+    """Returns how many seconds after its newest record a run on another host may still be running."""
+    rows = [row for row in last_rows(folder.metrics) if "loss" in row and step_of(row)]
+    if not rows:
+        return _SILENT_S
+    every = number(read_config(folder.config).get("log.every"))
+    if len(rows) > 1:
+        every = float(step_of(rows[-1]) - step_of(rows[-2]))
+    steps = max(_SILENT_STEPS, _SILENT_ROWS * every)
+    return max(_SILENT_S, steps * number(rows[-1].get("step_ms")) / 1e3)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -103,13 +130,11 @@ def read_config(path: Path) -> dict[str, Any]:
     }
 
 
-def _how(folder: RunFolder, events: list[Row], last: Row) -> tuple[Kind, str]:
+def _how(folder: RunFolder, events: list[Row]) -> tuple[Kind, str]:
     kind, why = ending(events)
     # A resumed run takes the lock some seconds before it records that.
     begins_again = _written_s(folder.path / "lock.holder") > _written_s(folder.events)
-    step_ms = last.get("step_ms")
-    fresh_s = max(_SILENT_S, 0.02 * step_ms if isinstance(step_ms, float) else 0.0)
-    if (kind in ("", "imported") or begins_again) and is_running(folder, fresh_s):
+    if (kind in ("", "imported") or begins_again) and is_running(folder):
         return "running", ""
     return (kind, why) if kind else ("stale", "no end is recorded, and its process is gone or silent")
 

@@ -326,6 +326,26 @@ def test_followers_stop_hurrying_when_another_attempt_of_the_run_begins(
     assert follow.follow(RunFolder(tmp_path), TrackConfig(to="tensorboard"), 60.0) == 0
 
 
+def test_of_a_run_that_may_still_train_on_another_host_nothing_has_all(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made = Recorded(tmp_path / "run")
+    made.steps(1, 10)
+    folder = made.folder
+    folder.close()
+    (folder.path / "lock.holder").write_text(f"host not-{socket.gethostname()}, pid 1\n")
+    for path in (folder.path / "lock.holder", folder.metrics, folder.events, folder.config):
+        os.utime(path, (0, time.time() - 300))
+    assert follow.follow(folder, TrackConfig(to="tensorboard"), 60.0) == 1
+    said = capfd.readouterr()
+    assert "no end is recorded, and its host has written nothing for 30" in said.err
+    assert "sends the rest" in said.err
+    assert scalars(folder.path)["train/loss"] == losses(10)
+    made.resume(10, 10)
+    made.end()
+    assert follow.follow(folder, TrackConfig(to="tensorboard"), 60.0) == 0
+
+
 def test_a_terminal_that_is_gone_ends_no_follower(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)

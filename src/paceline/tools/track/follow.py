@@ -23,7 +23,7 @@ from paceline.base.files import replace
 from paceline.base.locks import file_lock
 from paceline.record.config import TrackConfig
 from paceline.record.folder import RunFolder
-from paceline.record.state import is_running, read_state
+from paceline.record.state import is_running, may_train_elsewhere, read_state
 from paceline.tools.track.points import Point, Position, Reader
 from paceline.tools.track.prometheus import Prometheus
 from paceline.tools.track.services import MLflow, Trackio, WandB
@@ -143,6 +143,10 @@ class _Follower:
             except Exception as error:
                 self._failed(error)
                 continue
+            if not trains and may_train_elsewhere(self._folder):
+                silent_s = time.time() - read_state(self._folder).updated_s
+                self.why = f": no end is recorded, and its host has written nothing for {silent_s:.0f} s"
+                return
             if not trains:
                 self.has_everything = True
                 print(
