@@ -2745,4 +2745,11 @@ MUTATIONS = (
         "if lost or not is_well or",
         "launch/test_coordinator.py::test_a_host_that_comes_back_unfit_does_not_end_the_others",
     ),
+    Mutation(
+        "the doctor examines a host whose number of ranks it does not know",
+        "cli/doctor.py",
+        'if host.num_ranks == "auto"]',
+        'if not host.num_ranks]',
+        "cli/test_refusals.py::test_is_refused",
+    ),
 )

@@ -154,6 +154,10 @@ def test_what_was_asked_for_and_cannot_be_printed_is_one_message(arguments: tupl
         (("export", "run", "--out", "x", "--step", "-5"), ("--step is -5; it must be at least -1",)),
         (("plan", "--calibrate", "--json", "--explain"), ("--json, --explain show a plan",)),
         (("doctor", "--node-rank", "1"), ("--node-rank needs a list of hosts",)),
+        (
+            ("doctor", "--hosts", "127.0.0.1:2,127.0.0.2:auto", "--node-rank", "1"),
+            ("has 127.0.0.2:auto, and the doctor needs numbers", "on this host (127.0.0.2); write 127.0.0.2:"),
+        ),
         (("doctor", "--nproc", "100000"), ("--nproc is 100000", "from 1 to 1024")),
         (("train", "--"), ("no option --", "--help all")),  # neither options nor a script
         (("train", "--config", "--preset", "tiny"), ("--config is given without a value",)),

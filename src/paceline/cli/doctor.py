@@ -3,14 +3,16 @@
 import dataclasses
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.base import units
 from paceline.base.errors import EXIT_DONE, UserError, require_at_least
 from paceline.cli.flags import ModelFlags, base_config, parse
-from paceline.cli.start import MOST_RANKS
+from paceline.cli.start import MOST_RANKS, automatic_ranks
 from paceline.config import Config
-from paceline.launch.options import own_place, read_names
+from paceline.launch.options import NamedHost, own_place, read_names
 from paceline.world.env import detect, interface_of
 
 _PORT = 29400
@@ -30,7 +32,7 @@ class DoctorArguments(ModelFlags):
     """Ranks that the run would have on this machine. Under a launcher, or with --hosts, leave it out."""
     hosts: str = ""
     """Check these hosts, ADDRESS:RANKS,ADDRESS:RANKS, and the network between them: start the same command on each.
-    RANKS: those that the run would have there; 1 if it is left out. They listen on port 29400."""
+    RANKS: the number that the run would have there, not auto; 1 if it is left out. They listen on port 29400."""
     node_rank: int = -1
     """With --hosts: this host's place in the list, from 0; -1: found by its addresses."""
     wait_s: float = 15.0
@@ -59,7 +61,8 @@ def main(arguments: list[str]) -> int:
     hosts = read_names(parsed.hosts, "") if parsed.hosts else []
     addresses = [(host.name, _PORT) for host in hosts]
     node = own_place([host.name for host in hosts], parsed.node_rank) if hosts else 0
-    ranks = [int(host.num_ranks) if host.num_ranks.isdecimal() else 1 for host in hosts]
+    _require_numbers(hosts, node, config.parallel.device)
+    ranks = [int(host.num_ranks) for host in hosts]
     num_ranks = ranks[node] if hosts else env.local_world_size if env.is_distributed else parsed.nproc
     num_hosts = len(hosts) or -(-env.world_size // env.local_world_size)
     from paceline.tools.doctor import doctor, host  # imports torch: seconds
@@ -78,3 +81,14 @@ def main(arguments: list[str]) -> int:
         address=address,
     )
     return doctor.doctor(place, env, (addresses, node) if addresses else None, parsed.wait_s, parsed.json)
+
+
+def _require_numbers(hosts: Sequence[NamedHost], node: int, device: str) -> None:
+    """Raises UserError if a number of ranks is auto: each host knows only its own."""
+    unknown = [host.name for host in hosts if host.num_ranks == "auto"]
+    if unknown:
+        own = automatic_ranks(device)
+        raise UserError(
+            f"--hosts has {units.listed([f'{name}:auto' for name in unknown])}, and the doctor needs numbers, the same "
+            f"on all hosts: auto is {own} on this host ({hosts[node].name}); write {hosts[node].name}:{own}"
+        )

@@ -212,13 +212,10 @@ def _num_ranks(name: str, nproc: str, max_restarts: int, env: Environment, devic
                     f"{flag} {value} inside a world that a launcher made already; give the number to it alone"
                 )
         return 1
+    if nproc == "auto":
+        return automatic_ranks(device)
     free = free_memory()
     most = max(1, free // _RANK_BYTES)
-    if nproc == "auto":
-        from paceline.world.device import count_gpus  # imports torch: a second or two
-
-        num_gpus = count_gpus() if device in ("auto", "cuda") else 0
-        return num_gpus or min(usable_cores(), most, _MOST_AUTOMATIC_RANKS)
     if not nproc.isdecimal() or not 1 <= int(nproc) <= MOST_RANKS:
         raise UserError(f"{name} is '{nproc}'; it must be a number of ranks from 1 to {MOST_RANKS}, or auto")
     if int(nproc) > most:
@@ -228,6 +225,14 @@ def _num_ranks(name: str, nproc: str, max_restarts: int, env: Environment, devic
             f"({usable_cores()}) or GPUs"
         )
     return int(nproc)
+
+
+def automatic_ranks(device: str) -> int:
+    """Returns the ranks that `--nproc auto` starts on this machine. device: parallel.device."""
+    from paceline.world.device import count_gpus  # imports torch: a second or two
+
+    num_gpus = count_gpus() if device in ("auto", "cuda") else 0
+    return num_gpus or min(usable_cores(), max(1, free_memory() // _RANK_BYTES), _MOST_AUTOMATIC_RANKS)
 
 
 def for_this_attempt(request: Request, env: Environment) -> tuple[Request, str]:
