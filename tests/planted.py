@@ -2749,7 +2749,14 @@ MUTATIONS = (
         "the doctor examines a host whose number of ranks it does not know",
         "cli/doctor.py",
         'if host.num_ranks == "auto"]',
-        'if not host.num_ranks]',
+        "if not host.num_ranks]",
         "cli/test_refusals.py::test_is_refused",
+    ),
+    Mutation(
+        "a follower of the records holds a connection of launch open",
+        "train/follower.py",
+        "stderr=output,",
+        "stderr=None,",
+        "launch/test_connections.py::test_a_follower_of_the_records_holds_no_connection_open",
     ),
 )

@@ -2,10 +2,12 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +72,38 @@ while coordinator.order != "save":
             assert agent.wait(60) == 0
         finally:
             agent.kill()
+
+
+def test_a_follower_of_the_records_holds_no_connection_open(tmp_path: Path) -> None:
+    """Finds: a slow tracker, and `launch` says of the host that it does not end."""
+    stand_in = tmp_path / "interpreter"
+    stand_in.write_text("#!/bin/sh\necho $$ >&2; exec sleep 30\n")
+    stand_in.chmod(0o700)
+    code = f"""
+import sys
+from pathlib import Path
+from paceline.launch.agent import Coordinator
+from paceline.record.config import TrackConfig
+from paceline.record.console import Console
+from paceline.record.folder import create
+from paceline.train.follower import Follower
+Coordinator()
+sys.executable = {str(stand_in)!r}
+Follower(TrackConfig(to="tensorboard"), Console(0)).start(create(Path({str(tmp_path / "run")!r})))
+"""
+    environment = {**os.environ, "PACELINE_AGENT_ADDRESS": "127.0.0.1"}
+    pipe, log = subprocess.PIPE, tmp_path / "run" / "track" / "follower.log"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe
+    ) as agent:
+        assert agent.stderr
+        assert agent.wait(60) == 0
+        begun_s = time.monotonic()
+        said = agent.stderr.read().decode()  # to the end of all who have it
+        assert time.monotonic() - begun_s < 15, said
+    while not log.read_text().endswith("\n"):
+        time.sleep(0.01)
+    os.kill(int(log.read_text()), signal.SIGKILL)
 
 
 def test_one_host_needs_no_ipv4_address() -> None:

@@ -25,8 +25,9 @@ from paceline.base.files import replace
 STATUS_FOLDER = "PACELINE_STATUS_FOLDER"
 LAUNCHER = "PACELINE_LAUNCHER"  # the launcher's pid
 ATTEMPT = "PACELINE_ATTEMPT"
+OVER_SSH = "PACELINE_OVER_SSH"  # standard error is a connection of `launch`: open as long as any process has it
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OF_OUR_LAUNCHER = (LAUNCHER, STATUS_FOLDER, "PACELINE_JOB", ATTEMPT)
+_OF_OUR_LAUNCHER = (LAUNCHER, STATUS_FOLDER, "PACELINE_JOB", ATTEMPT, OVER_SSH)
 _OF_OTHER_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "PET_")  # prefixes
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 # SIGTERM last: a launcher looks for its handler.

@@ -25,7 +25,7 @@ from paceline import __version__
 from paceline.base.clock import AwakeClock
 from paceline.base.errors import EXIT_RESUMABLE, EXIT_USER
 from paceline.base.net import LOOPBACK, listen
-from paceline.base.process import say
+from paceline.base.process import OVER_SSH, say
 from paceline.launch.attempt import Order, Place
 from paceline.launch.local import HostRanks
 from paceline.launch.restarts import Records
@@ -88,6 +88,7 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.address = os.environ.pop(_ADDRESS)
+        os.environ[OVER_SSH] = "1"  # for ranks, and what they start
         self.place: dict[str, Any] | None = None  # of the next attempt
         self.order: Order = ""
         self.closing: list[Any] | None = None  # what to note in the records

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from typing import IO
 
-from paceline.base.process import environment_of_one
+from paceline.base.process import OVER_SSH, environment_of_one
 from paceline.record.config import TrackConfig
 from paceline.record.console import Console
 from paceline.record.folder import RunFolder
@@ -33,13 +34,15 @@ class Follower:
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings if value != ""]
         self._command = ["track", str(folder.path), *flags]
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "paceline", *self._command, f"--give-up-after-s={_GIVE_UP_AFTER_S}"],
-                env=environment_of_one(os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the ranks, whose last rows it has to send
-            )
+            with _output(folder) as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "paceline", *self._command, f"--give-up-after-s={_GIVE_UP_AFTER_S}"],
+                    env=environment_of_one(os.environ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=output,
+                    start_new_session=True,  # Ctrl-C is for the ranks, whose last rows it has to send
+                )
         except OSError as error:
             self._console.say(f"the records are not sent to trackers: {error}; {self._later()}", style="yellow")
 
@@ -54,6 +57,18 @@ class Follower:
 
     def _later(self) -> str:
         return f"`paceline {shlex.join(self._command)}` sends them later"
+
+
+@contextmanager
+def _output(folder: RunFolder) -> Iterator[IO[bytes] | None]:
+    """Yields where the process says what fails: this one's standard error (None), but under `launch` a file, since
+    that connection has to close when the ranks end, and the process may take longer."""
+    if OVER_SSH not in os.environ:
+        yield None
+        return
+    (folder.path / "track").mkdir(exist_ok=True, mode=0o700)
+    with (folder.path / "track" / "follower.log").open("ab") as file:
+        yield file
 
 
 @contextmanager
