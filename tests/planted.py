@@ -169,6 +169,13 @@ MUTATIONS = (
         "world/test_watchdog.py::test_only_a_rank_of_this_world_on_this_host_is_killed_and_telling_may_hang",
     ),
     Mutation(
+        "a host that prepares data for long is said to have another WORLD_SIZE",
+        "world/alike.py",
+        "MASTER_PORT, and read their output. {_SLOW}",
+        "MASTER_PORT, and read their output",
+        "world/test_rendezvous.py::test_a_rank_that_does_not_come_is_named_within_the_timeout",
+    ),
+    Mutation(
         "ranks of different versions form a world",
         "world/alike.py",
         "if other.versions[name] != version:",

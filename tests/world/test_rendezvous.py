@@ -144,6 +144,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(agents_store: TCP
     assert [row[:2] for row in rows] == [(0, "RunError"), (2, "RunError")]
     for row in rows:
         assert "ranks 1, 3 of 4 did not come in time" in row[2]
+        assert "still prepares its data, give a longer --parallel.timeout-s" in row[2]
         assert f"rank 0 ({socket.gethostname()}, pid {rows[0][4]}), rank 2 (" in row[2]
         assert row[3] < 20.0
     assert rows[0][3] >= 1.0
@@ -156,6 +157,7 @@ def test_without_rank_0_or_a_store_the_message_says_so(agents_store: TCPStore) -
     rows = Ranks(place(1, 2, agents_store.port), place(2, 3, nobody), timeout_s=1.0).ended()
     assert [row[1] for row in rows] == ["RunError"] * 2
     assert "rank 0 of 2 did not come in time" in rows[0][2]
+    assert "still prepares its data, give a longer --parallel.timeout-s" in rows[0][2]
     assert f"found no store at 127.0.0.1:{nobody} (127.0.0.1) for 1 s: Connection refused" in rows[1][2]
     assert all(row[3] < 1.0 + 2 * rendezvous._LAST_WORD_S + 15 for row in rows)
 

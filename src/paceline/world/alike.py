@@ -12,6 +12,8 @@ from paceline.base.units import listed
 from paceline.world.env import Environment, interfaces_text, is_loopback, transfer_address
 from paceline.world.peer import Peer, network_id, this_process
 
+_SLOW = "If a host still prepares its data, give a longer --parallel.timeout-s"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
@@ -117,7 +119,7 @@ def who_is_missing(world_size: int, present: Sequence[Hello]) -> str:
     return (
         f"rank{'s' if len(missing) > 1 else ''} {listed(missing, 16)} of {world_size} did not come in time "
         f"(parallel.timeout-s); {', '.join(hello.peer.shown for hello in present[:8])} did. Check that they were "
-        "started with this WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and read their output"
+        f"started with this WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and read their output. {_SLOW}"
     )
 
 
@@ -129,5 +131,5 @@ def why_no_answer(me: Hello, has_met_rank_0: bool) -> str:
         )
     return (
         f"{me.peer.shown} reached the store, and rank 0 of {me.world_size} did not come in time "
-        "(parallel.timeout-s); was it started, with the same MASTER_ADDR and MASTER_PORT?"
+        f"(parallel.timeout-s); was it started, with the same MASTER_ADDR and MASTER_PORT? {_SLOW}"
     )
