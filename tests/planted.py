@@ -1014,9 +1014,16 @@ MUTATIONS = (
     Mutation(
         "a resume that is refused has set later checkpoints aside at the address",
         "checkpoint/storage.py",
-        'if self._goes_on and "later" in self._identity:',
-        'if "later" in self._identity:',
+        "if self._goes_on and self._later:",
+        "if self._later:",
         "checkpoint/test_storage.py::test_an_earlier_step_is_gone_on_with_where_the_run_was_first",
+    ),
+    Mutation(
+        "a resume without --step sets aside what a refused one with it would have",
+        "checkpoint/storage.py",
+        'if resume_step is None and known.get("is_asked", True) and not known.get("is_restored"):',
+        "if False:",
+        "checkpoint/test_storage.py::test_what_was_brought_for_a_named_step_and_not_restored_supersedes_nothing",
     ),
     Mutation(
         "an address keeps the checkpoints after the one that was restored until the next save",

@@ -51,9 +51,9 @@ class At:
         return [step for step in Bucket(self.url).steps() if Bucket(self.url).manifest(step)]
 
     @contextlib.contextmanager
-    def sending(self, retry_s: float = 30.0) -> Iterator[Storage]:
+    def sending(self, retry_s: float = 30.0, resume_step: int | None = None) -> Iterator[Storage]:
         sender = Storage(self.url, self.run, CheckpointConfig(to=self.url, retry_s=retry_s))
-        sender.begin(brings=False, progress=lambda: None)
+        sender.begin(brings=False, progress=lambda: None, resume_step=resume_step)
         yield sender
         self.end(sender)
 
@@ -63,9 +63,9 @@ class At:
         sender.release()
         sender._threads[0].join()
 
-    def send(self, retry_s: float = 30.0) -> list[str]:
+    def send(self, retry_s: float = 30.0, resume_step: int | None = None) -> list[str]:
         """Sends what there is, and returns what is said."""
-        with self.sending(retry_s) as sender:
+        with self.sending(retry_s, resume_step) as sender:
             pass
         return [sentence for sentence, _ in sender.take_news() if sentence]
 
@@ -165,12 +165,40 @@ def test_an_earlier_step_is_gone_on_with_where_the_run_was_first(at: At) -> None
     assert bring(at.url, first, step=4) == []
     assert json.loads((first / "metrics.jsonl").read_text()) == {"step": 4}, "it has its own rows"
     at.run = first
-    at.send()
+    at.send(resume_step=4)
     assert at.steps == [2, 4, 6]
-    with at.sending() as sender:
+    with at.sending(resume_step=4) as sender:
         sender.supersede()
     assert at.steps == [2, 4]
     assert (at.there / "checkpoints" / f"superseded-{folder_name(6)}" / MANIFEST).exists()
+
+
+def test_what_was_brought_for_a_named_step_and_not_restored_supersedes_nothing(at: At) -> None:
+    """Finds: `resume RUN` after a refused `resume ADDRESS --step N` went back to step N and set all later steps aside,
+    also those that another machine had saved since."""
+    at.save(2, 4, 6)
+    at.send()
+    at.run = at.run.parent / "other"
+    bring(at.url, at.run, step=4)
+    at.send(resume_step=4)  # refused, or killed, before it has restored
+    with pytest.raises(OwnedByOther, match=r"has a checkpoint of step 6, and .* none after step 4"):
+        at.send()
+    with patch.object(Storage, "_send_all"), at.sending(resume_step=4) as sender:
+        sender.supersede()  # killed as soon as it has restored
+    kept = (at.run / IDENTITY).read_bytes()
+    manifest = at.there / "checkpoints" / folder_name(6) / MANIFEST
+    before = manifest.read_bytes()
+    manifest.write_bytes(before + b" ")  # another machine's step 6
+    for step in (4, None):
+        with pytest.raises(OwnedByOther, match="has a checkpoint of step 6"):
+            at.send(resume_step=step)
+    manifest.write_bytes(before)
+    for content in (kept, json.dumps({**json.loads(kept), "later": [6]}).encode()):  # before, there were only steps
+        (at.run / IDENTITY).write_bytes(content)
+        with at.sending() as sender:
+            sender.supersede()
+        assert at.steps == [4]
+        (at.there / "checkpoints" / f"superseded-{folder_name(6)}").rename(manifest.parent)
 
 
 def test_the_best_one_comes_also_after_an_interrupt(at: At) -> None:
@@ -463,6 +491,7 @@ def test_a_run_goes_on_from_its_address_on_another_machine(tmp_path: Path) -> No
     (tmp_path / "third").mkdir()
     resumed = ("resume", url, "--step", str(before[0]))
     assert "comes before" in run(*resumed, "--train.tokens", "384", cwd=tmp_path / "third").require(2).err
+    assert "continue by `paceline resume file://" in run("resume", "runs/x", cwd=tmp_path / "third").require(2).err
     assert saved(tmp_path / "bucket/x") == before, "a resume that is refused changes nothing"
     here(*resumed, "--train.steps", str(before[0]), cwd=tmp_path / "third").require(0)
     assert saved(tmp_path / "bucket/x") == before[:1]

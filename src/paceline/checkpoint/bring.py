@@ -11,7 +11,7 @@ from paceline.base.errors import PacelineError, RunError, UserError
 from paceline.base.files import replace, sync
 from paceline.base.locks import file_lock
 from paceline.checkpoint import manifest as mf
-from paceline.checkpoint.bucket import BEST, IDENTITY, RECORDS, Bucket, identity, text_of
+from paceline.checkpoint.bucket import BEST, IDENTITY, RECORDS, Bucket, identity, mark, text_of
 from paceline.checkpoint.retention import hide
 from paceline.checkpoint.steps import MANIFEST, STEP, folder_name, is_whole, list_steps
 
@@ -65,7 +65,9 @@ def _bring(bucket: Bucket, folder: Path, step: int | None, progress: Callable[[]
     # A folder that was not brought has its own best one. One that was may lack it: an earlier call was interrupted.
     name_of_best = (bucket.read(BEST) or b"") if known.get("is_brought") else b""
     best = STEP.fullmatch(name_of_best.decode(errors="replace").strip())
+    marks = {later: mark(bucket.manifest(later)) for later in steps if later > newest}
     for wanted in reversed(steps if step is None else [step]):
+        marks[wanted] = mark(bucket.manifest(wanted))
         try:
             _fetch(bucket, checkpoints, wanted, progress)
         except mf.Damaged as damage:
@@ -76,7 +78,10 @@ def _bring(bucket: Bucket, folder: Path, step: int | None, progress: Callable[[]
                 _fetch(bucket, checkpoints, int(best[1]), progress)
                 replace(folder / BEST, f"{best[0]}\n".encode(), 0o600)
         # The run continues from this one: once restored, `Storage` sets later ones aside at the address.
-        known["later"] = [later for later in steps if later > wanted and (newest not in here or later not in here)]
+        known["later"] = {
+            later: marks[later] for later in steps if later > wanted and (newest not in here or later not in here)
+        }
+        known["is_asked"] = step is not None
         replace(folder / IDENTITY, json.dumps(known).encode(), 0o600)
         return problems
     raise RunError(f"no checkpoint of {bucket.url} is complete:\n  " + "\n  ".join(problems))

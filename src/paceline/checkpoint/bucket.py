@@ -123,11 +123,17 @@ class Bucket:
 
 
 def identity(folder: Path) -> dict[str, Any]:
-    """Returns what the run folder says of its address: `to`, `id`, `is_brought` if its records came from there."""
+    """Returns what the run folder says of its address: `to`, `id`, `is_brought` if its records came from there, and
+    until they are set aside `later`: steps there after the one that was brought, with the marks of their manifests."""
     try:
         return object_of((folder / IDENTITY).read_bytes())
     except OSError:
         return {}
+
+
+def mark(manifest: bytes | None) -> str:
+    """Returns the sha256 of a manifest (of nothing, if there is none), by which two checkpoints of one step differ."""
+    return hashlib.sha256(manifest or b"").hexdigest()
 
 
 def _copy(source: BinaryIO, target: BinaryIO, progress: Callable[[], object]) -> str:

@@ -23,7 +23,7 @@ from paceline.base.errors import PacelineError, UserError
 from paceline.base.files import replace
 from paceline.base.process import namespace
 from paceline.checkpoint.bring import bring
-from paceline.checkpoint.bucket import BEST, IDENTITY, OWNER, RECORDS, Bucket, identity, text_of
+from paceline.checkpoint.bucket import BEST, IDENTITY, OWNER, RECORDS, Bucket, identity, mark, text_of
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.steps import MANIFEST, folder_name, is_whole, list_steps
 
@@ -44,6 +44,7 @@ class Storage:
         self._bucket = Bucket(url)
         self.url = self._bucket.url
         self._identity: dict[str, Any] = {}
+        self._later: dict[int, str | None] = {}  # steps there that this run supersedes, and the mark of each manifest
         self._owner: dict[str, Any] = {"token": secrets.token_hex(8)}
         self._sent: set[int] = set()  # steps that are complete there, with the bytes that they have here
         self.sending: int | None = None  # the step that is being sent; retention keeps it
@@ -56,10 +57,10 @@ class Storage:
             threading.Thread(target=work, name="storage", daemon=True) for work in (self._send_always, self._beat)
         ]
 
-    def begin(self, brings: bool, progress: Callable[[], object]) -> None:
+    def begin(self, brings: bool, progress: Callable[[], object], resume_step: int | None = None) -> None:
         """Becomes the owner of the address, and starts to send what it lacks. brings: a folder without checkpoints gets
-        those that are there. Raises UserError if another run or process is there, or if it cannot be written; a run
-        that has sent before starts also without its server."""
+        those that are there. resume_step: the one that the user has named. Raises UserError if another run or process
+        is there, or if it cannot be written; a run that has sent before starts also without its server."""
         self._identity = identity(self._folder)
         try:
             if brings and not list_steps(self._checkpoints):
@@ -67,13 +68,14 @@ class Storage:
                 self._identity = identity(self._folder)
             self._owner |= {"host": socket.gethostname(), "place": namespace("pid"), "pid": os.getpid(), "beat": 0}
             self._owner["id"] = self._identity.get("id", secrets.token_hex(8))
+            self._later = _later(self._identity, resume_step)
             self._claim()
         except PacelineError:
             raise
         except Exception as error:
             if not self._is_known:
                 raise UserError(f"checkpoint.to {self.url} cannot be used: {text_of(error)}") from None
-        self._record_identity(self._identity.get("later", []))
+        self._record_identity(self._identity.get("is_restored", False))
         self._wake.set()
         for thread in self._threads:
             thread.start()
@@ -86,6 +88,9 @@ class Storage:
     def supersede(self) -> None:
         """The run continues from what was brought: sets later checkpoints aside at the address, soon. Not before: a
         resume that is refused changes nothing."""
+        if self._later and not self._goes_on:
+            with contextlib.suppress(OSError):  # only a restart that comes before they are set aside needs it
+                self._record_identity(is_restored=True)
         self._goes_on = True
         self._wake.set()
 
@@ -132,9 +137,8 @@ class Storage:
         """Raises UserError if another run or a living process is the owner."""
         owner = self._bucket.owner()
         is_own = self._is_known and owner.get("id") in (None, self._owner["id"])
-        here, later = list_steps(self._checkpoints), self._identity.get("later", ())
-        there = [step for step in self._bucket.steps() if step not in later and self._bucket.manifest(step)]
-        newest = max(there, default=None)
+        here, there = list_steps(self._checkpoints), self._bucket.steps()
+        newest = max((step for step in there if self._bucket.manifest(step) and not self._is_later(step)), default=None)
         if newest is not None and not is_own:
             raise OwnedByOther(
                 f"{self.url} holds another run, up to step {newest}: continue that by `paceline resume {self.url}`, or "
@@ -156,9 +160,18 @@ class Storage:
         self._bucket.write(OWNER, json.dumps(self._owner).encode())
         self._is_owner = True
 
-    def _record_identity(self, later: list[int]) -> None:
-        content = {"to": self.url, "id": self._owner["id"], "later": later}
+    def _record_identity(self, is_restored: bool) -> None:
+        kept = {"later": self._later, "is_asked": self._identity.get("is_asked", True), "is_restored": is_restored}
+        content = {"to": self.url, "id": self._owner["id"], **(kept if self._later else {})}
         replace(self._folder / IDENTITY, json.dumps(content).encode(), 0o600)
+
+    def _is_later(self, step: int) -> bool:
+        """Whether this run supersedes the very checkpoint that is there, or what is left of it: another machine may
+        have saved one of the same step since."""
+        if step not in self._later:
+            return False
+        there = self._bucket.manifest(step)
+        return there is None or self._later[step] in (None, mark(there))
 
     def _is_set_aside(self, step: int) -> bool:
         """Whether a resume at an earlier step has superseded the very checkpoint that is there: there may be a later
@@ -234,12 +247,12 @@ class Storage:
 
     def _send_all(self) -> None:
         """Makes the address have what the run folder has: the newest first, and nothing that retention removed."""
-        if self._goes_on and "later" in self._identity:
-            for step in reversed(self._identity["later"]):  # the newest first, as in the run folder
+        if self._goes_on and self._later:
+            for step in filter(self._is_later, sorted(self._later, reverse=True)):  # as in the run folder
                 self._require_owner()
                 self._set_aside(step)
-            self._record_identity([])
-            del self._identity["later"]
+            self._later = {}
+            self._record_identity(is_restored=False)
         there, here = self._bucket.steps(), list_steps(self._checkpoints)
         for step in there:
             if step not in here and self._is_set_aside(step):  # first, so that none of them is ever the newest
@@ -304,6 +317,16 @@ class Storage:
         self._bucket.remove(f"checkpoints/{folder_name(step)}/{MANIFEST}")  # first: complete or absent
         self._bucket.remove(f"checkpoints/{folder_name(step)}")
         self._sent.discard(step)
+
+
+def _later(known: dict[str, Any], resume_step: int | None) -> dict[int, str | None]:
+    """Returns the steps that `bring` found after the one that it brought, with the mark of each manifest (None where a
+    former storage.json has only the step). None if a step was named then, was never restored, and none is named now."""
+    if resume_step is None and known.get("is_asked", True) and not known.get("is_restored"):
+        return {}
+    later = known.get("later", {})
+    marks = later if isinstance(later, dict) else dict.fromkeys(later)
+    return {int(step): marks[step] for step in marks}
 
 
 def _is_gone(owner: dict[str, Any]) -> bool:

@@ -47,10 +47,11 @@ class CheckpointFolder:
         keeps_generators: bool,
         keeps_frozen: bool = True,
         brings: bool = False,
+        resume_step: int | None = None,
     ):
         """folder: exists on rank 0's host. others: objects that are equal on all ranks. keeps_generators: also save the
         global random generators. keeps_frozen: see ReplicaContents. brings: a folder without checkpoints gets those of
-        `checkpoint.to`. Collective."""
+        `checkpoint.to`. resume_step: the one that the user has named. Collective."""
         self._replicas = {name: ReplicaContents(replica, name, keeps_frozen) for name, replica in replicas.items()}
         self._others, self._keeps_generators = dict(others), keeps_generators
         for thing in others.values():
@@ -64,7 +65,7 @@ class CheckpointFolder:
         self.before_publishing: Callable[[], object] = lambda: None
         """Called in rank 0's writing thread when all parts are written, before the checkpoint is published."""
         self._config = config
-        self.storage = self._open_storage(config, brings)
+        self.storage = self._open_storage(config, brings, resume_step)
         self.writers, token = find_writers(self._group, folder)
         self._verified: load.Verified = {}  # the bytes of the checkpoint that `find` returned
         self._everyone_sees = len(self.writers) == self.world.world_size
@@ -86,7 +87,7 @@ class CheckpointFolder:
         for replica in replicas.values():
             replica.copies.append(self.saver.wait_copied)
 
-    def _open_storage(self, config: CheckpointConfig, brings: bool) -> Storage | None:
+    def _open_storage(self, config: CheckpointConfig, brings: bool, resume_step: int | None) -> Storage | None:
         """Returns on rank 0 what sends its checkpoints to `checkpoint.to`. Collective: ranks meet while it brings what
         is there, which may take any time. Raises on all ranks if it cannot be used."""
         if not config.to:
@@ -95,7 +96,7 @@ class CheckpointFolder:
 
         def begin(progress: Callable[[], object]) -> None:
             assert storage is not None  # on rank 0
-            storage.begin(brings, progress)
+            storage.begin(brings, progress, resume_step)
 
         load.from_rank_0_in_rounds(self._group, self.progress, begin)
         return storage

@@ -118,7 +118,9 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     except torch.OutOfMemoryError as error:
         raise out_of_memory(error, settings, world.facts[world.rank]) from error
     # One unnamed replica. No random generators are saved, since nothing here draws from a global one.
-    checkpoints = CheckpointFolder(folder.path, config.checkpoint, {"": replica}, {}, keeps_generators=False)
+    checkpoints = CheckpointFolder(
+        folder.path, config.checkpoint, {"": replica}, {}, keeps_generators=False, resume_step=request.resume_step
+    )
     checkpoints.before_publishing = folder.sync
     setup = Setup(
         request=request,
