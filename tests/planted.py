@@ -499,6 +499,13 @@ MUTATIONS = (
         "        # a resume",
         "data/test_cache.py::test_text_that_was_other_text_for_a_while_is_encoded_as_it_is",
     ),
+    Mutation(
+        "a damaged file on the hub is an error of the network",
+        "data/documents.py",
+        "error.is_of_system = error.is_of_system or",
+        'error.is_of_system = part.file.path.startswith("hf:") or',
+        "data/test_hub.py::test_a_damaged_file_is_skipped_and_a_failing_network_is_not",
+    ),
     # ---- model: forward, loss, what it costs ----
     Mutation(
         "a chunk's weight gradient is not scaled",

@@ -21,10 +21,10 @@ from paceline.base.errors import UserError
 from paceline.data import documents as documents_module
 from paceline.data import hub
 from paceline.data.config import DataConfig, Recipe
-from paceline.data.documents import read
+from paceline.data.documents import Skipped, read, whole
 from paceline.data.find import find
 from paceline.data.parts import cut
-from paceline.data.sources import Sources
+from paceline.data.sources import SourceFile, Sources
 from paceline.data.split import split_text
 
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -232,3 +232,42 @@ def test_what_is_on_the_hub_has_the_same_name_in_any_folder(name: str) -> None:
     """Finds: a run that cannot be resumed without --data.path, because its config has /folder/hub:org/name."""
     assert DataConfig(path=name).absolute().path == name
     assert DataConfig(mix=(f"{name}=2",)).absolute().mix == (f"{name}=2",)
+
+
+class Lost(io.BytesIO):
+    """The hub's file when the network fails."""
+
+    def readinto(self, *_: Any) -> int:
+        raise ConnectionError("the network is gone")
+
+    read = readinto  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.parquet", b"<html>" * 9), ("a.parquet", parquet(["one"])[:-9]), ("a.jsonl.gz", gzip.compress(b"{}" * 9)[:-9])],
+)
+def test_a_damaged_file_is_skipped_and_a_failing_network_is_not(
+    monkeypatch: pytest.MonkeyPatch, name: str, content: bytes
+) -> None:
+    """Of thousands of files on the hub one that is damaged stopped a preparation for good."""
+    kind, _, compression = name.removeprefix("a.").partition(".")
+    file = SourceFile(name, f"hf://datasets/some/text/{name}", kind, "gzip" if compression else "", len(content), "x")
+    recipe, skipped = Recipe(on_error="skip"), list[Skipped]()
+    monkeypatch.setattr(hub, "open_file", lambda _: io.BytesIO(content))
+    assert list(read(whole(file), recipe, skipped)) == []
+    assert [each.source for each in skipped] == [file.path]
+    with pytest.raises(UserError):
+        list(read(whole(file), Recipe(), skipped))
+    monkeypatch.setattr(hub, "open_file", lambda _: Lost(content))
+    with pytest.raises(UserError, match="could not be read from the hub") as error:
+        list(read(whole(file), recipe, skipped))
+    assert error.value.is_of_system
+    assert len(skipped) == 1
+
+
+def test_a_file_that_became_shorter_is_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = SourceFile("a.jsonl", "hf://datasets/some/text/a.jsonl", "jsonl", "", 100, "x")
+    monkeypatch.setattr(hub, "open_file", lambda _: io.BytesIO(b'{"text": "a"}\n'))
+    with pytest.raises(UserError, match="became shorter"):
+        list(read(whole(file), Recipe(on_error="skip"), []))

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from paceline.base import units
 from paceline.base.errors import UserError, nearest
-from paceline.data import hub, text
+from paceline.data import text
 from paceline.data.config import Recipe
 from paceline.data.sources import SourceFile, open_content, open_stored
 
@@ -58,6 +58,10 @@ class Skipped(NamedTuple):
     why: str  # with its place
 
 
+class _BecameShorter(UserError):
+    """The file is another one than was listed."""
+
+
 def whole(file: SourceFile) -> Range:
     return Range(file, file.start, file.start + file.num_bytes)
 
@@ -81,8 +85,9 @@ def read(part: Range, recipe: Recipe, skipped: list[Skipped]) -> Iterator[Docume
             yield from _read(part, stored, recipe, skipped)
     except UserError as error:
         # Kept in the error itself, as a worker's comes to the parent without its cause.
-        error.is_of_system = getattr(error.__cause__, "errno", None) is not None or hub.is_hub(part.file.path)
-        if recipe.on_error == "stop" or error.is_of_system:  # it may work again: nothing is left out
+        error.is_of_system = error.is_of_system or getattr(error.__cause__, "errno", None) is not None
+        may_work_again = error.is_of_system or isinstance(error, _BecameShorter)  # so nothing is left out
+        if recipe.on_error == "stop" or may_work_again:
             raise
         skipped.append(Skipped(part.file.where, str(error)))
 
@@ -185,7 +190,7 @@ class _Content:
         data = self._content.read(wanted) if wanted > 0 else b""
         self._ended = not data
         if not data and wanted > 0 and self._stop is not None:
-            raise UserError(f"{self._file.where} became shorter while it was read; start again")
+            raise _BecameShorter(f"{self._file.where} became shorter while it was read; start again")
         return data
 
 
@@ -221,7 +226,7 @@ def _border(file: SourceFile, stored: BinaryIO, at: int, end: _End | None, limit
     while position + len(data) < last and (limit is None or position < limit):
         more = stored.read(min(_SCAN_BYTES, last - position - len(data)))
         if not more:
-            raise UserError(f"{file.where} became shorter while it was read; start again")
+            raise _BecameShorter(f"{file.where} became shorter while it was read; start again")
         data += more
         place = _after_record(data, begin, end) if end else text.end_of_word(data, begin)
         if place is not None:

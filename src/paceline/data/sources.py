@@ -152,13 +152,15 @@ def open_stored(file: SourceFile) -> Iterator[BinaryIO]:
     except UserError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is None and file.compression:  # of the decompression
+        if type(error) is OSError and error.errno is None and file.compression:  # of the decompression
             reason = " ".join(str(error).split())
             raise UserError(
                 f"{file.where} is damaged or cut short, {file.compression} says: {reason}; copy it again"
             ) from error
         if hub.is_hub(file.path):
-            raise UserError(hub.message(file.path, error)) from error
+            failed = UserError(hub.message(file.path, error))
+            failed.is_of_system = True
+            raise failed from error
         if isinstance(error, OSError):
             raise UserError(f"{file.where} can not be read: {error.strerror or error}") from error
         raise
