@@ -234,7 +234,7 @@ def test_a_restart_does_not_ask_for_the_step_that_an_attempt_before_went_on_from
     at.run = at.run.parent / "runs/run"
     _brought(arguments)
     assert list_steps(at.run / "checkpoints") == [100], "nothing was restored yet"
-    with at.sending() as sender:
+    with at.sending(resume_step=100) as sender:
         sender.supersede()
     at.save(120, 130)
     at.send()
