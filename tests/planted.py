@@ -2780,4 +2780,11 @@ MUTATIONS = (
         "stderr=None,",
         "launch/test_connections.py::test_a_follower_of_the_records_holds_no_connection_open",
     ),
+    Mutation(
+        "a follower of the records is left to a job that kills it",
+        "train/follower.py",
+        'return "SLURM_JOB_ID" in os.environ or 1 in',
+        "return 1 in",
+        "tools/track/test_follow.py::test_a_follower_that_slurm_would_kill_is_waited_for",
+    ),
 )

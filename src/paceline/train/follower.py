@@ -4,17 +4,19 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import IO
 
-from paceline.base.process import OVER_SSH, environment_of_one
+from paceline.base.process import LAUNCHER, OVER_SSH, environment_of_one
+from paceline.config import Config
 from paceline.record.config import TrackConfig
 from paceline.record.console import Console
 from paceline.record.folder import RunFolder
 
-_LAST_S = 5.0  # for what the last steps recorded
+_LAST_S, _LOOK_EVERY_S = 5.0, 0.05  # for what the last steps recorded
 _GIVE_UP_AFTER_S = 3.0  # of these, without success
 
 
@@ -46,17 +48,32 @@ class Follower:
         except OSError as error:
             self._console.say(f"the records are not sent to trackers: {error}; {self._later()}", style="yellow")
 
-    def wait(self) -> None:
-        """Waits some seconds, so that it can send the last rows. It continues by itself if that takes longer."""
+    def wait(self, grace_s: float, is_stopped: Callable[[], bool]) -> None:
+        """Waits some seconds, so that it can send the last rows. It continues by itself if that takes longer; where it
+        would be killed at the end of the job, waits up to grace_s, unless the run is stopped."""
         if self._process is None:
             return
-        try:
-            self._process.wait(_LAST_S)
-        except subprocess.TimeoutExpired:
-            print(f"process {self._process.pid} still sends records to trackers. If you stop it, {self._later()}")
+        begun_s, dies = time.monotonic(), _dies_with_job()
+        while self._process.poll() is None:
+            waited_s = time.monotonic() - begun_s
+            if waited_s >= _LAST_S and (not dies or waited_s >= grace_s or is_stopped()):
+                if dies:
+                    print(f"not all records have been sent to trackers; {self._later()}")
+                else:
+                    print(
+                        f"process {self._process.pid} still sends records to trackers. If you stop it, {self._later()}"
+                    )
+                return
+            time.sleep(_LOOK_EVERY_S)
 
     def _later(self) -> str:
         return f"`paceline {shlex.join(self._command)}` sends them later"
+
+
+def _dies_with_job() -> bool:
+    """Returns whether a process that outlives its rank is killed: Slurm ends all of a job's; a container or a host of
+    `paceline lab` ends with its process 1, which is this one, its parent or its launcher."""
+    return "SLURM_JOB_ID" in os.environ or 1 in (os.getpid(), os.getppid()) or os.environ.get(LAUNCHER) == "1"
 
 
 @contextmanager
@@ -72,8 +89,8 @@ def _output(folder: RunFolder) -> Iterator[IO[bytes] | None]:
 
 
 @contextmanager
-def following(settings: TrackConfig, console: Console) -> Iterator[Follower]:
+def following(config: Config, console: Console, is_stopped: Callable[[], bool]) -> Iterator[Follower]:
     """While open a follower may be started. Waits for it at the end; not if training failed, which others wait for."""
-    follower = Follower(settings, console)
+    follower = Follower(config.track, console)
     yield follower
-    follower.wait()
+    follower.wait(config.checkpoint.grace_s, is_stopped)

@@ -55,7 +55,7 @@ def train(request: Request, env: Environment) -> int:
 
     # ---- prepare ----
     stopping = StopRequest(request.config.train.stop_after, is_training=False)
-    with stopping as stop, following(request.config.track, console) as follower:
+    with stopping as stop, following(request.config, console, lambda: bool(stop.vote)) as follower:
         with console.reading() as report:
             is_first = env.local_rank == 0  # of its host: it checks files, and says what it prepares itself
             is_new = not (request.resume or request.is_restart)

@@ -25,12 +25,14 @@ from recorded import Recorded, losses, put_back, scalars, val_losses
 
 from paceline.base.serving import Server
 from paceline.record.config import TrackConfig
+from paceline.record.console import Console
 from paceline.record.folder import RunFolder
 from paceline.tools.track import follow
 from paceline.tools.track.points import Point, Position, Reader
 from paceline.tools.track.prometheus import Prometheus, _handler
 from paceline.tools.track.services import MLflow
 from paceline.tools.track.tensorboard import TensorBoard
+from paceline.train import follower as train_follower
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cli"))
 from in_process import here
@@ -344,6 +346,39 @@ def test_of_a_run_that_may_still_train_on_another_host_nothing_has_all(
     made.resume(10, 10)
     made.end()
     assert follow.follow(folder, TrackConfig(to="tensorboard"), 60.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("job", "grace_s", "is_stopped", "said"),
+    [
+        ("7", 60.0, False, ""),
+        ("7", 0.2, False, "not all records have been sent to trackers; `paceline"),
+        ("7", 60.0, True, "not all records have been sent to trackers; `paceline"),
+        ("", 60.0, False, "still sends records to trackers"),
+    ],
+)
+def test_a_follower_that_slurm_would_kill_is_waited_for(
+    job: str,
+    grace_s: float,
+    is_stopped: bool,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(train_follower, "_LAST_S", 0.1)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(os, "getppid", lambda: 2)
+    if job:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    waiting = train_follower.Follower(TrackConfig(to="wandb"), Console(0))
+    with subprocess.Popen(["sleep", "60" if said else "0.5"]) as process:
+        waiting._process = process
+        waiting.wait(grace_s, lambda: is_stopped)
+        assert (process.poll() is None) == bool(said)
+        process.kill()
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert said or not printed
 
 
 def test_a_terminal_that_is_gone_ends_no_follower(monkeypatch: pytest.MonkeyPatch) -> None:
