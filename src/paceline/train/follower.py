@@ -16,7 +16,8 @@ from paceline.record.config import TrackConfig
 from paceline.record.console import Console
 from paceline.record.folder import RunFolder
 
-_LAST_S, _LOOK_EVERY_S = 5.0, 0.05  # for what the last steps recorded
+_LAST_S = 5.0  # for what the last steps recorded
+_LOOK_EVERY_S = 0.05
 _GIVE_UP_AFTER_S = 3.0  # of these, without success
 
 
