@@ -1,6 +1,7 @@
 """Runs that are hit at random, each held against the run that nobody disturbed.
 
     python tests/faults/campaign.py --runs 100 --seed 1
+    python tests/faults/campaign.py --runs 250 --seed 7 --append tests/faults/kills.jsonl   # what was run so far
 
 A run is hit once or twice: SIGKILL of one rank at a random (rank, step, phase), steps' phases and a save's; SIGKILL of
 the launcher there; SIGKILL of one rank or of everything at a random moment, from outside. It must end: by itself
@@ -12,11 +13,14 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,16 +187,39 @@ def summary(hits: list[Hit]) -> str:
     return "; ".join(parts)
 
 
+def record(hits: list[Hit], seed: int) -> dict[str, Any]:
+    """Returns the line of kills.jsonl: which runs of which commit these were, and what they came to."""
+    root = Path(__file__).resolve().parents[2]
+    commit = subprocess.run(
+        ("git", "describe", "--always", "--dirty", "--abbrev=12"), cwd=root, capture_output=True, text=True, check=True
+    )
+    back = [seconds for hit in hits for seconds in hit.back_s]
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(),
+        "seed": seed,
+        "first": hits[0].number,
+        "runs": len(hits),
+        "with_problems": [vars(hit) for hit in hits if hit.problems],
+        "by_way": Counter(hit.way for hit in hits),
+        "ended_by_themselves": sum(hit.by_itself for hit in hits),
+        "restarts": sum(hit.restarts for hit in hits),
+        "most_repeated": max(hit.most_repeated for hit in hits),
+        "median_back_s": round(statistics.median(back), 2) if back else None,
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int, default=-1, help="the number of one run")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first run")
+    parser.add_argument("--append", type=Path, help="the file to which a line of what all runs came to is appended")
     arguments = parser.parse_args()
     base = Path(tempfile.mkdtemp(prefix="campaign-"))
     straight = {}
     hits = []
-    for number in range(arguments.runs) if arguments.only < 0 else [arguments.only]:
+    for number in range(arguments.first, arguments.first + arguments.runs):
         setting = plan(number, arguments.seed)[0].setting
         if setting not in straight:
             straight[setting] = undisturbed(base, setting)
@@ -203,7 +230,12 @@ def main() -> int:
             hit.problems.append(str(error)[-900:])
         hits.append(hit)
         print(json.dumps(vars(hit)), flush=True)
+        if not hit.problems:
+            shutil.rmtree(base / f"run-{number}", ignore_errors=True)
     print(summary(hits))
+    if arguments.append:
+        with arguments.append.open("a") as file:
+            file.write(json.dumps(record(hits, arguments.seed)) + "\n")
     return int(any(hit.problems for hit in hits))
 
 
