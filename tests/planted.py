@@ -1748,7 +1748,7 @@ MUTATIONS = (
     Mutation(
         "a second host's full disk ends with a traceback",
         "train/restoring.py",
-        "        with _writing_to(folder.path):\n            write_setup()  # not before",
+        "        with writing_to(folder.path, RunError):\n            write_setup()  # not before",
         "        if True:\n            write_setup()  # not before",
         "train/test_ends.py::test_a_second_host_whose_disk_is_full_says_so",
     ),

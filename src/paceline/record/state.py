@@ -8,7 +8,7 @@ import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
@@ -67,41 +67,52 @@ def read_state(folder: RunFolder) -> RunState:
 def is_running(folder: RunFolder) -> bool:
     """Returns whether a process writes this run: on this host whether it lives; on another one, of which nothing else
     is known, whether it has written a record lately."""
-    holder = folder.path / "lock.holder"
-    try:
-        name, place, ticks = [*holder.read_text(errors="replace").strip().split("\n"), "", ""][:3]
-        taken_s = holder.stat().st_mtime
-    except OSError:
+    holder = _holder(folder)
+    if holder is None:
         return False
-    if (match := re.fullmatch(r"host (.*), pid (\d+)", name)) is None:
-        return False
-    if _is_elsewhere(match[1], place):
-        return time.time() - max(taken_s, _written_s(folder.metrics), _written_s(folder.events)) < _fresh_s(folder)
+    if holder.is_elsewhere:
+        newest_s = max(holder.taken_s, _written_s(folder.metrics), _written_s(folder.events))
+        return time.time() - newest_s < _fresh_s(folder)
     try:
-        process = psutil.Process(int(match[2]))
+        process = psutil.Process(holder.pid)
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
         # A later process may have the same pid.
-        if ticks not in ("", "0"):
-            return ticks == str(start_ticks(process.pid))
-        return process.create_time() < taken_s + 60  # a file server's clock may differ by some seconds
+        if holder.ticks not in ("", "0"):
+            return holder.ticks == str(start_ticks(process.pid))
+        return process.create_time() < holder.taken_s + 60  # a file server's clock may differ by some seconds
     except psutil.Error:
         return False
 
 
 def may_train_elsewhere(folder: RunFolder) -> bool:
     """Returns whether another host wrote this run and no end is recorded, so that it may only be silent."""
+    holder = _holder(folder)
+    return holder is not None and holder.is_elsewhere and read_state(folder).kind in ("running", "stale")
+
+
+class _Holder(NamedTuple):
+    """The process that has, or had, the run folder's lock."""
+
+    pid: int
+    ticks: str  # when it started; empty: of an earlier version
+    is_elsewhere: bool  # on another host
+    taken_s: float  # when it took the lock
+
+
+def _holder(folder: RunFolder) -> _Holder | None:
+    """Returns what lock.holder says; None if it is not there or damaged."""
+    path = folder.path / "lock.holder"
     try:
-        name, place = [*(folder.path / "lock.holder").read_text(errors="replace").strip().split("\n"), ""][:2]
+        name, place, ticks = [*path.read_text(errors="replace").strip().split("\n"), "", ""][:3]
+        taken_s = path.stat().st_mtime
     except OSError:
-        return False
-    match = re.fullmatch(r"host (.*), pid \d+", name)
-    return match is not None and _is_elsewhere(match[1], place) and read_state(folder).kind in ("running", "stale")
-
-
-def _is_elsewhere(host: str, place: str) -> bool:
+        return None
+    if (match := re.fullmatch(r"host (.*), pid (\d+)", name)) is None:
+        return None
     # Two machines may have one name; of a run of an earlier version the name is all that is known.
-    return host != socket.gethostname() or place not in ("", namespace("pid"))
+    is_elsewhere = match[1] != socket.gethostname() or place not in ("", namespace("pid"))
+    return _Holder(int(match[2]), ticks, is_elsewhere, taken_s)
 
 
 def _fresh_s(folder: RunFolder) -> float:

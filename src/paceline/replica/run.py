@@ -124,9 +124,8 @@ class Run:
         self._repeated: list[set[str]] = []
         self._saved: tuple[int, float | None] | None = None  # the same, of the last save
         self._is_over = False
-        continued = _OPEN.get(self.folder.path)
-        if continued is not None and not continued._is_continued_by(replicas):
-            continued = None
+        before = _OPEN.get(self.folder.path)
+        continued = before if before is not None and before._is_continued_by(replicas) else None
         for earlier in list(_OPEN.values()):
             earlier._make_room(self.folder.path)
         from_rank_0(self.world.group, lambda: script.check_folder(self.folder))

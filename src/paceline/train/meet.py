@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from paceline.base import faults
-from paceline.base.errors import EXIT_FAILED, UserError
+from paceline.base.errors import EXIT_FAILED, PacelineError, UserError
 from paceline.base.process import record_status
 from paceline.checkpoint.steps import list_steps
 from paceline.config import Config, flatten, from_toml, to_toml, with_size_of
@@ -179,7 +179,7 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
     def make() -> dict[str, Any]:
         nonlocal folder
         resumes = request.resume or request.is_restart
-        with _writing_to(request.out or RUNS):
+        with writing_to(request.out or RUNS, UserError):
             path = request.out or request.new_folder()
             if with_saves and not num_saved:  # no silent start from step 0
                 host, others = world.peers[0].host, sorted({world.peers[rank].host for rank in with_saves})
@@ -211,12 +211,12 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
 
 
 @contextmanager
-def _writing_to(path: Path) -> Iterator[None]:
-    """Turns an OSError inside into a UserError: the run folder cannot be written."""
+def writing_to(path: Path, refusal: type[PacelineError]) -> Iterator[None]:
+    """Turns an OSError inside into such an error: the run folder cannot be written."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write to the run folder {path}: {error.strerror}") from None
+        raise refusal(f"cannot write to the run folder {path}: {error.strerror or error}") from None
 
 
 def make_watchdog(

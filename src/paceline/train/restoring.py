@@ -2,7 +2,6 @@
 
 import contextlib
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from paceline.checkpoint import retention
 from paceline.checkpoint.steps import list_steps
 from paceline.config import to_toml
 from paceline.train.changes import HORIZONS, Changes, changes, changes_curve, makes_another_run
-from paceline.train.meet import Setup
+from paceline.train.meet import Setup, writing_to
 from paceline.train.progress import Progress
 from paceline.world.group import from_rank_0
 
@@ -151,7 +150,7 @@ def _forget_later_steps(setup: Setup) -> int:
         folder.write_setup(to_toml(setup.config), setup.data.blend.first.tokenizer_json)
 
     def forget() -> tuple[list[str], int]:
-        with _writing_to(folder.path):
+        with writing_to(folder.path, RunError):
             write_setup()
             # Checkpoints first: a crash in between leaves extra records, which the next resume drops.
             keep = setup.request.resume_step is not None  # not of a crash: restarts would pile them up
@@ -160,21 +159,12 @@ def _forget_later_steps(setup: Setup) -> int:
 
     later, reached = from_rank_0(setup.group, forget)
     if world.local_rank == 0 and world.rank not in setup.checkpoints.writers:  # a host with a folder of its own
-        with _writing_to(folder.path):
+        with writing_to(folder.path, RunError):
             write_setup()  # not before: one that is refused leaves no run there. The next resume compares it
             folder.record_job(setup.request.job)  # this host may have rank 0 in a later attempt
     if later:
         setup.console.say(f"set aside as superseded: {', '.join(later)}")
     return reached
-
-
-@contextlib.contextmanager
-def _writing_to(path: Path) -> Iterator[None]:
-    """Turns an OSError inside into a RunError: the run folder cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"cannot write to the run folder {path}: {error.strerror or error}") from None
 
 
 def _take_val_losses(setup: Setup) -> None:
