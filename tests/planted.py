@@ -1192,7 +1192,7 @@ MUTATIONS = (
     Mutation(
         "a later process with the pid of a killed run is that run",
         "record/state.py",
-        "return process.create_time() < taken_s + 60",
+        "return process.create_time() < holder.taken_s + 60",
         "return True",
         "record/test_state.py::test_a_later_process_with_the_same_pid_is_not_the_run",
     ),
@@ -1206,7 +1206,7 @@ MUTATIONS = (
     Mutation(
         "a run is stale once the clock is set forward",
         "record/state.py",
-        '        if ticks not in ("", "0"):\n            return ticks == str(start_ticks(process.pid))\n',
+        '        if holder.ticks not in ("", "0"):\n            return holder.ticks == str(start_ticks(process.pid))\n',
         "",
         "record/test_state.py::test_a_run_is_running_while_its_process_lives_and_stale_after_it_was_killed",
     ),
