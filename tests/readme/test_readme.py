@@ -109,6 +109,7 @@ def test_every_command_of_the_documents_runs_in_order(document: Path, tmp_path: 
     for folder in ("docs", "texts"):  # what a reader would have
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "text.md").write_text(README.read_text() * 20)
+    shutil.copy(README, tmp_path)
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     for name, text in _FILE.findall(document.read_text()):
         (tmp_path / name).write_text(text)
