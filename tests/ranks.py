@@ -53,6 +53,7 @@ class Server:
     pid: int
     address: str
     is_wanted: int  # a file descriptor: the server ends when nobody has it open
+    key: bytes  # of who may use it; empty before Python 3.14
 
 
 def fork_server() -> Server:
@@ -64,12 +65,13 @@ def fork_server() -> Server:
         os.chmod(address, 0o600)
         listener.listen()
         reader, is_wanted = os.pipe()
+        key = os.urandom(getattr(forkserver, "_AUTHKEY_LEN", 0))
         pid = os.fork()
         if pid == 0:
             os.close(is_wanted)
-            _be_the_server(os.dup(listener.fileno()), reader)
+            _be_the_server(os.dup(listener.fileno()), reader, key)
         os.close(reader)
-    return Server(pid, address, is_wanted)
+    return Server(pid, address, is_wanted, key)
 
 
 def use_server(server: Server) -> None:
@@ -77,20 +79,32 @@ def use_server(server: Server) -> None:
     known = forkserver._forkserver
     known._forkserver_pid, known._forkserver_address = server.pid, server.address
     known._forkserver_alive_fd = server.is_wanted
+    known._forkserver_authkey = server.key
     known.ensure_running = resource_tracker.ensure_running  # it runs, and is no child of this process
 
 
-def _be_the_server(listener: int, reader: int) -> None:
+def _be_the_server(listener: int, reader: int, key: bytes) -> None:
     """Ends with the process. What pytest has changed is taken back; a process that it forks may fork from it, too."""
     logging.getLogger().handlers.clear()
     sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
     sys.modules["__main__"] = ModuleType("__main__")
     forkserver._forkserver.ensure_running = resource_tracker.ensure_running
+    forkserver._forkserver._forkserver_authkey = key
     gc.freeze()
     try:
-        forkserver.main(listener, reader, [])
+        forkserver.main(listener, reader, [], **_told(key))
     finally:
         os._exit(0)
+
+
+def _told(key: bytes) -> dict[str, Any]:
+    """Returns the argument by which a server of Python 3.14 learns its key: a pipe that holds it."""
+    if not key:
+        return {}
+    reader, writer = os.pipe()
+    os.write(writer, key)
+    os.close(writer)
+    return {"authkey_r": reader}
 
 
 @dataclass(frozen=True)
