@@ -92,12 +92,12 @@ def _be_the_server(listener: int, reader: int, key: bytes) -> None:
     forkserver._forkserver._forkserver_authkey = key
     gc.freeze()
     try:
-        forkserver.main(listener, reader, [], **_told(key))
+        forkserver.main(listener, reader, [], **_key_argument(key))
     finally:
         os._exit(0)
 
 
-def _told(key: bytes) -> dict[str, Any]:
+def _key_argument(key: bytes) -> dict[str, Any]:
     """Returns the argument by which a server of Python 3.14 learns its key: a pipe that holds it."""
     if not key:
         return {}
