@@ -4,6 +4,10 @@
     python bench/ablate.py --out ablate.jsonl --texts /tmp/texts/*.txt --sizes 2x128 4x256 --seeds 5 --steps 300 \\
         --change "momentum 0.9: --optim.momentum 0.9" --table docs/ablations.md
 
+A change is flags, or a patch of src/ for what has no flag (bench/ablations has those that were screened), or both:
+
+    --change "NorMuon, slower: bench/ablations/normuon.patch --optim.lr 4e-3"
+
 Each run is `paceline train --preset fast` on one rank with one thread, with fixed layers and width, for equally many
 steps (equal tokens; `--jobs N` of them at the same time) or equal seconds (`--seconds`, one at a time, on a machine
 that does nothing else). A line is appended to --out after each run, and what is there is not run again, so it may be
@@ -16,6 +20,8 @@ import argparse
 import itertools
 import json
 import math
+import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -33,8 +39,26 @@ from paceline.data.shard import read_index
 from paceline.tools.bench.runs import PACELINE
 
 BASE = "preset"  # the change that changes nothing
+ROOT = Path(__file__).parents[1]
 # Student's t: 97.5% of the distribution lie below, by degrees of freedom; beyond 30 it is 2.
 T = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 14: 2.145, 19: 2.093}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a run has that the preset has not."""
+
+    flags: tuple[str, ...] = ()
+    patch: Path | None = None  # of the repository's src/
+
+    def source(self, folder: Path) -> Path:
+        """Returns the folder to import paceline from; a patched copy is made in `folder`, which is new. Ends this
+        process if the patch does not fit."""
+        if self.patch is None:
+            return ROOT / "src"
+        shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+        run(["patch", "--strip=1", "--fuzz=0", f"--directory={folder}", f"--input={self.patch.resolve()}"])
+        return folder / "src"
 
 
 @dataclass(frozen=True)
@@ -45,7 +69,7 @@ class Run:
     size: str  # LAYERSxWIDTH
     seed: int
     change: str
-    horizon: str  # as `300 steps`
+    horizon: str  # what all runs of a table share, as `300 steps of 150000 bytes, --optim.weight-decay 4`
     bits_per_byte: float = math.nan
     passes: float = math.nan
     steps: int = 0
@@ -65,15 +89,16 @@ def prepared(text: Path, folder: Path, num_bytes: int) -> tuple[Path, int]:
     return out, index.splits["train"].tokens
 
 
-def trained(wanted: Run, data: Path, num_tokens: int, flags: Sequence[str]) -> Run:
-    """Returns the run with its validation loss at the end."""
+def trained(wanted: Run, data: Path, num_tokens: int, source: Path, flags: Sequence[str]) -> Run:
+    """Returns the run with its validation loss at the end. source: the folder with the package."""
     layers, _, width = wanted.size.partition("x")
     shape = [f"--model.n-layer={layers}", f"--model.n-embd={width}", f"--model.n-head={int(width) // 64}"]
     fixed = ["--parallel.threads=1", "--checkpoint.every=0", "--train.sample-tokens=0", "--log.every=50"]
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
         command = ["--preset", "fast", f"--data.path={data}", f"--train.seed={wanted.seed}", *shape, *fixed]
-        run_paceline(out, [*command, *flags])
+        paths = filter(None, (str(source), os.environ.get("PYTHONPATH")))
+        run_paceline(out, [*command, *flags], {"PYTHONPATH": os.pathsep.join(paths)})
         last = evaluations(out)[-1]
     result = {"bits_per_byte": last["val_bpb"], "passes": last["tokens"] / num_tokens, "steps": last["step"]}
     return Run(**{**asdict(wanted), **result})
@@ -118,12 +143,17 @@ def runs_of(path: Path) -> list[Run]:
     return [Run(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def read_change(text: str) -> tuple[str, list[str]]:
-    """Returns the name and the flags of `NAME: FLAGS`."""
-    name, colon, flags = text.partition(": ")
-    if not colon or name == BASE:
-        raise argparse.ArgumentTypeError(f"{text!r}: write NAME: FLAGS, with another name than {BASE}")
-    return name, flags.split()
+def read_change(text: str) -> tuple[str, Change]:
+    """Returns the name and the change of `NAME: [PATCH] [FLAGS]`."""
+    name, colon, rest = text.partition(": ")
+    first, *flags = rest.split() or [""]
+    if not colon or not first or name == BASE:
+        raise argparse.ArgumentTypeError(f"{text!r}: write NAME: [PATCH] [FLAGS], with another name than {BASE}")
+    if not first.endswith(".patch"):
+        return name, Change((first, *flags))
+    if not Path(first).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no file {first}")
+    return name, Change(tuple(flags), Path(first))
 
 
 def main() -> None:
@@ -135,7 +165,7 @@ def main() -> None:
     horizons = parser.add_mutually_exclusive_group(required=True)
     horizons.add_argument("--steps", type=int)
     horizons.add_argument("--seconds", type=float)
-    parser.add_argument("--change", type=read_change, action="append", default=[], metavar="NAME: FLAGS")
+    parser.add_argument("--change", type=read_change, action="append", default=[], metavar="NAME: [PATCH] [FLAGS]")
     parser.add_argument("--bytes", type=int, default=0, help="of each text, from its beginning; 0: all")
     parser.add_argument("--base", default="", help="flags of all runs, such as --train.global-batch-size=8")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; with --steps only")
@@ -144,8 +174,10 @@ def main() -> None:
     if options.seconds and options.jobs > 1:
         parser.error("--jobs with --seconds: runs that share cores train less in the same time")
     horizon = f"{options.steps} steps" if options.steps else f"{options.seconds:g} s"
+    horizon += f" of {options.bytes} bytes" if options.bytes else ""
+    horizon += f", {options.base}" if options.base else ""
     flag = f"--train.steps={options.steps}" if options.steps else f"--train.time-budget={options.seconds}"
-    changes = {BASE: list[str](), **dict(options.change)}
+    changes = {BASE: Change(), **dict(options.change)}
     done = {result.key for result in runs_of(options.out)}
     seeds = range(1, options.seeds + 1)
     names = [text.stem for text in options.texts]
@@ -159,10 +191,14 @@ def main() -> None:
         options.out.open("a") as file,
     ):
         data = {text.stem: prepared(text, Path(scratch), options.bytes) for text in options.texts}
+        sources = {
+            name: change.source(Path(scratch) / f"change-{number}")
+            for number, (name, change) in enumerate(changes.items())
+        }
 
         def train(wanted: Run) -> Run:
-            flags = [flag, *options.base.split(), *changes[wanted.change]]
-            return trained(wanted, *data[wanted.text], flags)
+            flags = [flag, *options.base.split(), *changes[wanted.change].flags]
+            return trained(wanted, *data[wanted.text], sources[wanted.change], flags)
 
         for result in pool.map(train, [wanted for wanted in all_runs if wanted.key not in done]):
             file.write(json.dumps(asdict(result)) + "\n")

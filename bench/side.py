@@ -23,9 +23,9 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None, fo
     return done.stdout
 
 
-def run_paceline(out: Path, flags: Sequence[str]) -> list[dict[str, Any]]:
+def run_paceline(out: Path, flags: Sequence[str], environment: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
     """Runs `paceline train` with these flags and returns the training rows of its metrics.jsonl."""
-    run([*PACELINE, "train", "--out", str(out), *flags])
+    run([*PACELINE, "train", "--out", str(out), *flags], environment)
     return training_rows(out)
 
 

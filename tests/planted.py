@@ -28,6 +28,13 @@ MUTATIONS = (
         "base/test_files.py::test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one",
     ),
     Mutation(
+        "a path that cannot be looked at is absent, as for Python 3.14",
+        "base/files.py",
+        "        if error.errno in _ABSENT:\n",
+        "        if error.errno:\n",
+        "base/test_files.py::test_a_path_that_cannot_be_looked_at_is_not_absent",
+    ),
+    Mutation(
         "a half-written last line counts as a row",
         "base/jsonl.py",
         'if line.endswith("\\n") and with_text in line:',
@@ -506,6 +513,20 @@ MUTATIONS = (
         'error.is_of_system = part.file.path.startswith("hf:") or',
         "data/test_hub.py::test_a_damaged_file_is_skipped_and_a_failing_network_is_not",
     ),
+    Mutation(
+        "a repository that is gone from the hub counts as an outage",
+        "data/hub.py",
+        "not (_is_refused(error) or _is_missing(error))",
+        "True",
+        "data/test_hub.py::test_tokens_that_are_here_need_no_hub",
+    ),
+    Mutation(
+        "a restart needs the hub though its tokens are here",
+        "data/cache.py",
+        "        if before is None:\n            raise\n",
+        "        raise\n",
+        "data/test_hub.py::test_tokens_that_are_here_need_no_hub",
+    ),
     # ---- model: forward, loss, what it costs ----
     Mutation(
         "a chunk's weight gradient is not scaled",
@@ -714,6 +735,13 @@ MUTATIONS = (
         "cli/test_slurm_script.py::test_a_script_of_ones_own_comes_after_the_options_of_its_launcher",
     ),
     Mutation(
+        "a job of a scheduler is to stop at a step that its next start passes",
+        "cli/scheduled.py",
+        "    if parsed.settings.train.stop_at_step:",
+        "    if parsed.settings.train.stop_at_step < 0:",
+        "cli/test_slurm_script.py::test_what_cannot_train_is_refused",
+    ),
+    Mutation(
         "the command in somebody else's folder is executed",
         "cli/resume.py",
         "    _require_own(Path(folder))\n",
@@ -789,6 +817,20 @@ MUTATIONS = (
         "torch.split(self._next_excess, ",
         "torch.split(torch.zeros_like(self._next_excess), ",
         "sync/test_local.py::test_ranks_train_as_the_definition_says",
+    ),
+    Mutation(
+        "more text is said to be enough than is",
+        "train/size.py",
+        "        wanted = wanted or tokens\n",
+        "        wanted = wanted + tokens\n",
+        "train/test_resolve.py::test_size_auto_grows_with_what_the_machine_computes_in_the_time",
+    ),
+    Mutation(
+        "integers of six bits are sent as eight",
+        "sync/codec.py",
+        "self.bits not in (2, 4, 8)",
+        "self.bits > 8",
+        "sync/test_codec.py::test_integers_that_do_not_fill_a_byte_are_refused",
     ),
     Mutation(
         "what a rounded message left out is sent with the wrong sign",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # what __getattr__ finds, for type checkers
     from paceline.world.config import ParallelConfig as ParallelConfig
     from paceline.world.runtime import World as World
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 # Public name -> module. Resolved when first used: importing paceline imports nothing else.
 _PUBLIC = {

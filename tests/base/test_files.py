@@ -8,7 +8,7 @@ import pytest
 
 from paceline.base.cache import cache_dir
 from paceline.base.errors import UserError
-from paceline.base.files import replace, set_mode, sync
+from paceline.base.files import exists, replace, set_mode, sync
 
 
 def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(
@@ -66,3 +66,16 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # as of a container's user without a name
     with pytest.raises(UserError, match="the cache is to be ~/own, and there is no such home folder"):
         cache_dir()
+
+
+def test_a_path_that_cannot_be_looked_at_is_not_absent(tmp_path: Path) -> None:
+    """Finds: another message for a long name, or for a folder that may not be entered, on Python 3.14."""
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    assert exists(tmp_path)
+    assert exists(tmp_path / "file")
+    for absent in ("nothing", "file/nothing", "loop", "dangling"):
+        assert not exists(tmp_path / absent)
+    with pytest.raises(OSError, match="too long"):
+        exists(tmp_path / ("x" * 300))

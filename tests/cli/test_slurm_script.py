@@ -71,6 +71,7 @@ def test_a_time_limit_is_read_as_slurm_reads_it() -> None:
         (("--", "--preset", "tiny", "--out", "x", "--nproc", "2"), "Slurm starts the ranks"),
         (("--", "train.py"), "a script of yours comes after `--`"),
         (("--", "--out", "x", "--train.steps", "3", "--", "train.py"), "--train.steps: no effect on a script"),
+        (("--", "--preset", "tiny", "--out", "x", "--train.stop-at-step", "9"), "go on past that step"),
         (("--", "--preset", "tinny", "--out", "x"), "no preset is named 'tinny'"),
         (("--nodes", "0", "--", "--preset", "tiny", "--out", "x"), "--nodes is 0"),
         (

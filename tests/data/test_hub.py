@@ -9,7 +9,10 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -20,7 +23,8 @@ import pytest
 from paceline.base.errors import UserError
 from paceline.data import documents as documents_module
 from paceline.data import hub
-from paceline.data.config import DataConfig, Recipe
+from paceline.data.cache import ensure_datasets, inspect_data
+from paceline.data.config import DataConfig, Quiet, Recipe
 from paceline.data.documents import Skipped, read, whole
 from paceline.data.find import find
 from paceline.data.parts import cut
@@ -130,6 +134,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     thread.join()
 
 
+class Said(Quiet):
+    text = ""
+
+    def say(self, text: str) -> None:
+        self.text += f"{text}\n"
+
+
 def parquet(found: list[str]) -> bytes:
     content = io.BytesIO()
     small = {"row_group_size": 1000, "data_page_size": 1 << 14, "write_batch_size": 16, "use_dictionary": False}
@@ -219,6 +230,30 @@ def test_what_is_wrong_is_said(server: Hub, monkeypatch: pytest.MonkeyPatch) -> 
     be_at(monkeypatch, "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"could not be read from the hub.*try again"):
         find(["hub:some/text"])
+
+
+def test_tokens_that_are_here_need_no_hub(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Finds: a restart in an outage of the hub ended the run, though its tokens lay in the cache (mutations: any
+    failure counts as an outage; the folder of another vocabulary is taken)."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    server.repositories["some/text", "main"] = {"a.txt": "\n".join(long_texts(1)).encode()}
+    config, said = DataConfig(path="hub:some/text", tokenizer_vocab=300), Said()
+    made = ensure_datasets(config, said, 1)
+    assert "taken as it is" not in said.text
+    endpoint = constants.ENDPOINT
+    be_at(monkeypatch, "http://127.0.0.1:9")
+    inspect_data(config, 0)
+    assert ensure_datasets(config, said, 1) == made
+    assert "could not be read from the hub" in said.text
+    assert f"{made[0]}, which was prepared before, is taken as it is" in said.text
+    for other in (replace(config, tokenizer_vocab=310), replace(config, path="hub:some/more")):
+        with pytest.raises(UserError, match="could not be read from the hub"):
+            ensure_datasets(other, said, 1)
+    be_at(monkeypatch, endpoint)
+    del server.repositories["some/text", "main"]
+    for refused in (partial(inspect_data, config, 0), partial(ensure_datasets, config, said, 1)):
+        with pytest.raises(UserError, match="is not on the hub"):
+            refused()
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,13 @@ def test_a_value_that_is_not_finite_makes_its_decoded_block_not_finite(
     assert got[~block].isfinite().all()
 
 
+@pytest.mark.parametrize("sizes", [(6, 256), (16, 256), (4, 10)])
+def test_integers_that_do_not_fill_a_byte_are_refused(sizes: tuple[int, int]) -> None:
+    """Finds: integers of six bits that were sent as eight."""
+    with pytest.raises(ValueError, match=f"{sizes[0]} bits"):
+        Blocks(*sizes)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_is_left_over_arrives_later(bits: int) -> None:
     """Error feedback of gradients: the sum of what was decoded is the sum of what was sent, but for one step's error.

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -242,10 +243,19 @@ def test_size_auto_grows_with_what_the_machine_computes_in_the_time() -> None:
     unlimited, small = (resolve(config, 4096, [FACTS], 1e14, tokens).config for tokens in (10**12, 10**6))
     assert small.model.n_layer < unlimited.model.n_layer, "as large as four passes over the data can train"
     assert small.train.time_budget == 100, "what a resume reads"
+    enough = round(1e6 * _times_as_much(resolve(config, 4096, [FACTS], 1e14, 10**6)))
+    assert _times_as_much(resolve(config, 4096, [FACTS], 1e14, round(1.05 * enough))) == 0, "nothing limits it"
+    assert 1.0 <= _times_as_much(resolve(config, 4096, [FACTS], 1e14, round(0.9 * enough))) <= 1.2
     flops = 4e6 * cost.flops_per_token(replace(small.model, vocab_size=4096), config.data.seq_len)
     assert sized(flops / 100)[0] == small.model.n_layer
     config = config.replace("train", max_epochs=0.0)
     assert resolve(config.replace("train", time_budget=0.0, steps=5), 4096, [FACTS], 1e12).config.model.n_embd == 96
+
+
+def _times_as_much(settings: Settings) -> float:
+    """Returns how many times as much text is said to be enough; 0: nothing is said."""
+    said = [match for choice in settings.choices if (match := re.search(r"([\d.]+) times as much", choice.why))]
+    return float(said[0][1]) if said else 0.0
 
 
 @pytest.mark.parametrize(("passes", "decay"), [(0.5, 0.1), (1.0, 0.1), (3.0, 1.3), (8.0, 4.3), (100.0, 6.7)])

@@ -9,7 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 _CHUNK_BYTES = 8 << 20
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM)
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything at this path. Raises OSError if that cannot be told, as for a name of 300 characters or
+    in a folder that may not be entered: there `Path.exists` says no since Python 3.14."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return False
+        raise
+    return True
 
 
 def sync(path: Path) -> None:

@@ -54,7 +54,8 @@ class PrepareArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class InfoArguments:
-    """Show what a dataset holds: one prepared here, nanoGPT's train.bin and val.bin, or llm.c's shards."""
+    """Show what a dataset holds: one prepared here, nanoGPT's train.bin and val.bin, shards of llm.c, or token files of
+    Megatron-LM or datatrove with their indexes."""
 
     folder: tyro.conf.Positional[str]
     """The dataset's folder."""

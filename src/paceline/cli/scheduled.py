@@ -33,6 +33,11 @@ def train_command(verb: str, flags: list[str], ranks: str) -> tuple[list[str], P
         raise UserError(f"there is no run folder: {hint}")
     if parsed.nproc != "1" or parsed.max_restarts:
         raise UserError(f"--nproc and --max-restarts after --: {verb.capitalize()} {ranks}")
+    if parsed.settings.train.stop_at_step:
+        raise UserError(
+            "--train.stop-at-step after --: the scheduler would start the job again, and it would go on past that "
+            "step; leave it out, or give --train.steps"
+        )
     rest = without(options, "--out", "--resume")
     out = Path(parsed.out).absolute()
     command = ["train", *rest, "--out", str(out), "--resume", "auto", *(["--", *script] if script else [])]

@@ -22,6 +22,7 @@ from paceline.base.locks import file_lock
 from paceline.data.config import DataConfig, Recipe, Report
 from paceline.data.dataset import Dataset, is_dataset
 from paceline.data.find import digest, find, has_text
+from paceline.data.hub import is_spec
 from paceline.data.prepare import prepare
 from paceline.data.shard import FORMAT_VERSION, WORK, is_complete
 from paceline.data.sources import Sources, embedded
@@ -43,7 +44,11 @@ def inspect_data(config: DataConfig, vocab_size: int) -> None:
         elif is_dataset(path):
             Dataset.open(path, vocab_size, config.document_token).train.num_sequences(config.seq_len)
         else:
-            has_text(path)
+            try:
+                has_text(path)
+            except UserError as error:
+                if _made_before(path, config.tokenizer_vocab, error) is None:
+                    raise
 
 
 def ensure_datasets(config: DataConfig, report: Report, num_workers: int) -> list[Path]:
@@ -60,8 +65,37 @@ def ensure_datasets(config: DataConfig, report: Report, num_workers: int) -> lis
 def _ensure(path: str, vocab_size: int, report: Report, num_workers: int) -> Path:
     if path and is_dataset(path):
         return Path(os.path.expanduser(path))
-    sources = _text_sources(path)
-    cache = cache_dir()
+    try:
+        sources = _text_sources(path)
+    except UserError as error:
+        before = _made_before(path, vocab_size, error)
+        if before is None:
+            raise
+        report.say(f"data: {error}; {before}, which was prepared before, is taken as it is")
+        return before
+    final = _prepared(sources, vocab_size, cache_dir(), report, num_workers)
+    if is_spec(path):
+        with suppress(OSError):  # a read-only cache
+            replace_file(_last_made(path, vocab_size), final.name.encode())
+    return final
+
+
+def _last_made(spec: str, vocab_size: int) -> Path:
+    """Returns the file with the name of the folder that was made last of a dataset on the hub."""
+    return cache_dir() / ".known" / _hash(vocab_size, spec)
+
+
+def _made_before(path: str, vocab_size: int, error: UserError) -> Path | None:
+    """Returns the folder that was made last of a dataset on the hub, if the hub fails now; so a run whose tokens are
+    here can go on, and a checkpoint of other data refuses them by their fingerprint. None: there is none."""
+    if not (is_spec(path) and error.is_of_system):
+        return None
+    name = _known_name(_last_made(path, vocab_size))
+    return cache_dir() / name if name and is_complete(cache_dir() / name) else None
+
+
+def _prepared(sources: Sources, vocab_size: int, cache: Path, report: Report, num_workers: int) -> Path:
+    """Returns the cached folder of these sources, made first if missing."""
     try:
         name = _name(sources, vocab_size, cache)
         final = cache / name

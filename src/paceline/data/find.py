@@ -80,7 +80,9 @@ def has_text(path: Path | str) -> None:
         ):
             find([str(path)])
     except UserError as error:
-        raise UserError(f"data.path {error}") from error
+        failed = UserError(f"data.path {error}")
+        failed.is_of_system = error.is_of_system
+        raise failed from error
 
 
 def _name(spec: str) -> str:

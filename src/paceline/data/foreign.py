@@ -75,11 +75,11 @@ def find_foreign(folder: Path) -> Files | None:
     return shards if any(shards.values()) else None
 
 
-def _index_of(path: Path) -> str:
-    """Returns the name of a token file's index, if it is Megatron's or datatrove's."""
+def _index_of(path: Path) -> str | None:
+    """Returns the name that a token file's index has, if it is Megatron's or datatrove's; None for other suffixes."""
     if path.suffix == ".ds":
         return f"{path.name}.index"
-    return path.with_suffix(".idx").name if path.suffix == ".bin" else ""
+    return path.with_suffix(".idx").name if path.suffix == ".bin" else None
 
 
 def open_shards(folder: Path, files: Files, given_vocab_size: int) -> Opened:
@@ -87,7 +87,8 @@ def open_shards(folder: Path, files: Files, given_vocab_size: int) -> Opened:
     if any(folder.glob("*.starts*")):  # our unfinished dataset: index.json is written last
         raise UserError(unfinished(folder))
     first = next(path for paths in files.values() for path in paths)
-    if (folder / _index_of(first)).exists():
+    index = _index_of(first)
+    if index is not None and (folder / index).exists():
         indexed, starts = _open_indexed(folder, files)
         return Opened(indexed, *vocabulary(folder, given_vocab_size), starts)
     for split, paths in files.items():

@@ -25,7 +25,7 @@ def list_files(spec: str, is_known: Callable[[str], bool]) -> tuple[str, list[tu
     """Returns the repository ORG/NAME, and (name in it, hf:// path, bytes, stamp) of the files that `spec` names.
 
     Without a pattern: the files with known names, sorted; if there are none, the hub's Parquet copies. Raises UserError
-    for a malformed name, or if the hub fails or refuses.
+    for a malformed name, or if the hub refuses; if it fails, or cannot be reached, the error `is_of_system`.
     """
     repository, pattern = _parse(spec)
     root = f"datasets/{repository}"
@@ -41,7 +41,9 @@ def list_files(spec: str, is_known: Callable[[str], bool]) -> tuple[str, list[tu
     except UserError:
         raise
     except Exception as error:  # of the hub, its HTTP client or the system; no common class
-        raise UserError(message(f"{PREFIX}{root}", error)) from error
+        failed = UserError(message(f"{PREFIX}{root}", error))
+        failed.is_of_system = not (_is_refused(error) or _is_missing(error))
+        raise failed from error
     return repository, usable
 
 
@@ -89,10 +91,19 @@ def message(path: str, error: Exception, remedy: str = "try again: what was prep
     """Returns the error message if the hub does not give a file, a listing or a repository. remedy: what to do if it
     may have it."""
     reason = " ".join(str(error).split())[:200]
-    name = type(error).__name__
-    if "Gated" in name or getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+    if _is_refused(error):
         return f"{path} on the hub is gated or private ({reason}); accept its terms there and log in (`hf auth login`)"
-    # LocalEntryNotFoundError says that it is not in the cache, when there is no network or it is not to be used.
-    if name != "LocalEntryNotFoundError" and (isinstance(error, FileNotFoundError) or "NotFound" in name):
+    if _is_missing(error):
         return f"{path} is not on the hub, or is private ({reason}); look at its name, or log in (`hf auth login`)"
-    return f"{path} could not be read from the hub ({name}: {reason}); {remedy}"
+    return f"{path} could not be read from the hub ({type(error).__name__}: {reason}); {remedy}"
+
+
+def _is_refused(error: Exception) -> bool:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return "Gated" in type(error).__name__ or status in (401, 403)
+
+
+def _is_missing(error: Exception) -> bool:
+    # LocalEntryNotFoundError says that it is not in the cache, when there is no network or it is not to be used.
+    name = type(error).__name__
+    return name != "LocalEntryNotFoundError" and (isinstance(error, FileNotFoundError) or "NotFound" in name)

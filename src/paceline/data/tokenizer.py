@@ -22,6 +22,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from paceline.base.errors import UserError, nearest
+from paceline.base.files import exists
 from paceline.data import hub
 from paceline.data.config import MAX_VOCAB, MIN_VOCAB
 from paceline.data.shard import reading
@@ -271,9 +272,9 @@ def _resolve(spec: str, sample: Callable[[], Iterator[str]]) -> Tokenizer:
         return Tokenizer(train(sample(), int(size)))
     path = Path(os.path.expanduser(spec))
     with reading(f"tokenizer {spec[:80]!r}"):  # a long name, or a folder that may not be entered
-        if path.is_dir():
+        if exists(path) and path.is_dir():
             path /= FILE
-        is_there = path.exists()
+        is_there = exists(path)
     if is_there:
         return Tokenizer.load(path)
     if spec == "gpt2" or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.json)", spec):

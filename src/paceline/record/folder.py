@@ -34,7 +34,7 @@ import filelock
 
 from paceline.base import units
 from paceline.base.errors import UserError
-from paceline.base.files import replace, set_mode, sync
+from paceline.base.files import exists, replace, set_mode, sync
 from paceline.base.jsonl import Row, end_of_step, open_at_line_end, rows
 from paceline.base.locks import file_lock
 from paceline.base.process import namespace, start_ticks
@@ -299,7 +299,7 @@ def _events(path: Path) -> list[Row]:
 def check_new(path: Path) -> None:
     """Raises UserError if a run cannot start in this folder, which has another or is not writable. Makes no folder."""
     with _as_user_error(path):
-        if path.exists() and not path.is_dir():
+        if exists(path) and not path.is_dir():
             raise UserError(f"--out is {path}, which is a file; name a folder that does not exist yet")
         if has_begun(path):
             raise UserError(
@@ -322,7 +322,7 @@ def has_begun(path: Path) -> bool:
     """Returns whether a run in this folder has made a step, or saved. One that was killed before may start again.
     Raises UserError if the path cannot be used."""
     with _as_user_error(path):
-        was_killed_before = (path / "lock.holder").exists() and not _has_rows(path)
+        was_killed_before = exists(path / "lock.holder") and not _has_rows(path)
         return any(path.glob("checkpoints/*")) or ((path / "config.toml").exists() and not was_killed_before)
 
 
@@ -378,7 +378,7 @@ def create(path: Path) -> RunFolder:
 def find(path: Path) -> RunFolder:
     """Returns the run folder at this path. Raises UserError if there is none."""
     with _as_user_error(path):
-        if not (path / "config.toml").exists():
+        if not exists(path / "config.toml"):
             what = "does not exist" if not path.exists() else "holds no config.toml, so it is not a run folder"
             advice = "name the folder that `paceline train` printed"
             if (path / "checkpoints").is_dir():

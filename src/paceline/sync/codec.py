@@ -57,6 +57,11 @@ class Blocks:
     bits: int
     block: int = 256
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for bits that do not fill a byte, or a block that does not fill bytes."""
+        if self.bits not in (2, 4, 8) or self.block % 4:
+            raise ValueError(f"blocks of {self.block} integers of {self.bits} bits: bits are 2, 4 or 8, in fours")
+
     @property
     def _lanes(self) -> int:
         """Elements in a byte. Those of a block lie a lane's length apart."""

@@ -33,11 +33,13 @@ def sized(
         missing = "measured speed" if seconds else "train.time-budget"
         shape = f"{model.n_layer} layers x {model.n_embd}"
         return replace(config, model=model), shape, f"as given: no {missing}"
+    wanted = 0.0  # tokens, if the data had enough
     while True:
         layers = max(2, round(_LAYERS * (flops_per_s * seconds / _LAYERS_FLOPS) ** (1 / 6)))
         model = replace(model, n_layer=layers, n_head=layers, n_kv_head=0, n_embd=_HEAD_WIDTH * layers, n_hidden=0)
         shaped = replace(model, vocab_size=model.vocab_size or vocab_size)
         tokens = flops_per_s * seconds / cost.flops_per_token(shaped, config.data.seq_len)
+        wanted = wanted or tokens
         if tokens <= most:
             break
         seconds *= 0.98
@@ -47,7 +49,10 @@ def sized(
     shape = f"{layers} layers x {model.n_embd}, {batch} sequences a step"
     why = f"about {units.count(tokens)} tokens at {units.count(flops_per_s)}FLOP/s in {seconds:.3g} s"
     if seconds < train.time_budget:
-        why += f", limited by train.max-epochs {train.max_epochs:g}"
+        why += (
+            f", limited by train.max-epochs {train.max_epochs:g}: for {train.time_budget:g} s "
+            f"{wanted / most:.1f} times as much text would be enough"
+        )
     train = replace(train, global_batch_size=batch, global_batch_tokens=0)
     passes = tokens / data_tokens if data_tokens else 1.0
     decay = decay_for(config.optim.weight_decay, passes)

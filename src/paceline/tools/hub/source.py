@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.base.errors import UserError
+from paceline.base.files import exists
 from paceline.data.hub import message
 from paceline.data.tokenizer import FILE, Tokenizer
 from paceline.model.config import ModelConfig
@@ -51,9 +52,10 @@ def read_source(spec: str) -> Source:
     """Returns the model that `spec` names: a folder, a ckpt.pt, or ORG/NAME on the hub. Raises UserError, naming the
     file, if a file is missing, damaged, unknown, or of a model that we cannot compute."""
     path = Path(os.path.expanduser(spec))
-    if path.is_dir():
+    is_there = exists(path)
+    if is_there and path.is_dir():
         return _read_folder(path)
-    if path.is_file():
+    if is_there and path.is_file():
         return _read_nanogpt(path)
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.pt)", spec):
         return _read_folder(_fetch(spec))
