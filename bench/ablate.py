@@ -2,7 +2,8 @@
 
     python bench/texts.py /tmp/texts
     python bench/ablate.py --out ablate.jsonl --texts /tmp/texts/*.txt --sizes 2x128 4x256 --seeds 5 --steps 300 \\
-        --change "momentum 0.9: --optim.momentum 0.9" --table docs/ablations.md
+        --base=--train.global-batch-size=8 --change "momentum 0.9: --optim.momentum 0.9" \\
+        --table docs/log/ablations.md
 
 A change is flags, or a patch of src/ for what has no flag (bench/ablations has those that were screened), or both:
 
@@ -167,7 +168,7 @@ def main() -> None:
     horizons.add_argument("--seconds", type=float)
     parser.add_argument("--change", type=read_change, action="append", default=[], metavar="NAME: [PATCH] [FLAGS]")
     parser.add_argument("--bytes", type=int, default=0, help="of each text, from its beginning; 0: all")
-    parser.add_argument("--base", default="", help="flags of all runs, such as --train.global-batch-size=8")
+    parser.add_argument("--base", default="", help="flags of all runs: --base=--train.global-batch-size=8")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; with --steps only")
     parser.add_argument("--table", type=Path, help="a Markdown file to which the table is appended")
     options = parser.parse_args()

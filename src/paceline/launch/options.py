@@ -37,6 +37,8 @@ def read_names(text: str, hostfile: str) -> list[NamedHost]:
     host_names = []
     for line in lines:
         host = _HOST.fullmatch(line.strip())
+        if line.count(":") > 1:
+            raise UserError(f"'{line.strip()}' is an IPv6 address; give the host's name, or its IPv4 address")
         if host is None or (host["ranks"] not in (None, "auto") and int(host["ranks"]) > MOST_RANKS):
             raise UserError(
                 f"'{line.strip()}' is no host; write NAME:RANKS, or NAME slots=RANKS in a file. RANKS is at most "
