@@ -6,7 +6,6 @@ the file cannot be written, or is removed, the exit status alone counts.
 """
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -125,6 +124,8 @@ def die_with_parent(parent: int | None = None) -> None:
         return
     pr_set_pdeathsig = 1  # linux/prctl.h
     with contextlib.suppress(AttributeError, OSError):
+        import ctypes  # opens a file, for good, which must not get the number of a closed standard stream
+
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         say(
