@@ -514,6 +514,13 @@ MUTATIONS = (
         "data/test_hub.py::test_a_damaged_file_is_skipped_and_a_failing_network_is_not",
     ),
     Mutation(
+        "a small text has the vocabulary of a large one",
+        "data/config.py",
+        "min(_MOST_BY_SIZE, num_bytes // _BYTES_OF_A_TOKEN)",
+        "_MOST_BY_SIZE",
+        "data/test_cache.py::test_the_vocabulary_grows_with_the_text",
+    ),
+    Mutation(
         "a repository that is gone from the hub counts as an outage",
         "data/hub.py",
         "not (_is_refused(error) or _is_missing(error))",
@@ -819,10 +826,17 @@ MUTATIONS = (
         "sync/test_local.py::test_ranks_train_as_the_definition_says",
     ),
     Mutation(
+        "time that a short text leaves is not used",
+        "train/size.py",
+        "        layers += max(fits, default=0)\n",
+        "",
+        "train/test_resolve.py::test_size_auto_grows_with_what_the_machine_computes_in_the_time",
+    ),
+    Mutation(
         "more text is said to be enough than is",
         "train/size.py",
-        "        wanted = wanted or tokens\n",
-        "        wanted = wanted + tokens\n",
+        "{wanted / most:.1f} times",
+        "{2 * wanted / most:.1f} times",
         "train/test_resolve.py::test_size_auto_grows_with_what_the_machine_computes_in_the_time",
     ),
     Mutation(

@@ -16,7 +16,7 @@ from paceline.data import cache as cache_module
 from paceline.data import parts as parts_module
 from paceline.data import prepare as prepare_module
 from paceline.data.cache import ensure_datasets, inspect_data
-from paceline.data.config import DataConfig, Quiet
+from paceline.data.config import DataConfig, Quiet, vocabulary_for
 from paceline.data.dataset import Dataset
 from paceline.data.find import digest
 from paceline.data.sources import Sources, embedded
@@ -105,6 +105,15 @@ def test_the_embedded_corpus_end_to_end(cache: Path) -> None:
     said_before = len(heard.lines)
     assert ensure(DataConfig(), heard) == folder
     assert len(heard.lines) == said_before  # the second time nothing is made
+
+
+def test_the_vocabulary_grows_with_the_text(text: Path, cache: Path) -> None:
+    """Finds: 4,096 tokens for 150 kB, most of which are met too seldom to be learnt."""
+    sizes = (0, 150_000, 400_000, 1_115_394, 2 << 20, 1 << 40)
+    assert [vocabulary_for(size) for size in sizes] == [512, 512, 1024, 2048, 4096, 4096]
+    by_size = ensure(DataConfig(path=str(text), tokenizer_vocab=-1))
+    assert by_size == ensure(DataConfig(path=str(text), tokenizer_vocab=512))
+    assert Dataset.open(by_size).vocab_size == 512
 
 
 def test_what_is_known_is_not_hashed_again(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

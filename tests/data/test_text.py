@@ -165,6 +165,7 @@ def test_programs_are_cut_into_the_parts_of_the_whole(monkeypatch: pytest.Monkey
     [
         (DataConfig(seq_len=0), "data.seq-len is 0"),
         (DataConfig(tokenizer_vocab=256), "data.tokenizer-vocab is 256"),
+        (DataConfig(tokenizer_vocab=-2), "data.tokenizer-vocab is -2"),
         (DataConfig(tokenizer_vocab=1 << 40), "data.tokenizer-vocab"),
         (DataConfig(path="a\0b"), "data.path"),
     ],

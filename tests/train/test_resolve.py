@@ -246,8 +246,11 @@ def test_size_auto_grows_with_what_the_machine_computes_in_the_time() -> None:
     enough = round(1e6 * _times_as_much(resolve(config, 4096, [FACTS], 1e14, 10**6)))
     assert _times_as_much(resolve(config, 4096, [FACTS], 1e14, round(1.05 * enough))) == 0, "nothing limits it"
     assert 1.0 <= _times_as_much(resolve(config, 4096, [FACTS], 1e14, round(0.9 * enough))) <= 1.2
-    flops = 4e6 * cost.flops_per_token(replace(small.model, vocab_size=4096), config.data.seq_len)
-    assert sized(flops / 100)[0] == small.model.n_layer
+    limited = [resolve(config, 4096, [FACTS], 10.0 ** (power / 4), 10**6) for power in range(36, 57)]
+    layers = [each.config.model.n_layer for each in limited]
+    assert layers == sorted(layers)
+    in_time = max(each.config.model.n_layer for each in limited if not _times_as_much(each))
+    assert layers[-1] == in_time + 2, "time that is left trains a larger model, of which this much is measured"
     config = config.replace("train", max_epochs=0.0)
     assert resolve(config.replace("train", time_budget=0.0, steps=5), 4096, [FACTS], 1e12).config.model.n_embd == 96
 

@@ -19,7 +19,7 @@ from paceline.base.cache import cache_dir
 from paceline.base.errors import UserError
 from paceline.base.files import replace as replace_file
 from paceline.base.locks import file_lock
-from paceline.data.config import DataConfig, Recipe, Report
+from paceline.data.config import DataConfig, Recipe, Report, vocabulary_for
 from paceline.data.dataset import Dataset, is_dataset
 from paceline.data.find import digest, find, has_text
 from paceline.data.hub import is_spec
@@ -95,7 +95,9 @@ def _made_before(path: str, vocab_size: int, error: UserError) -> Path | None:
 
 
 def _prepared(sources: Sources, vocab_size: int, cache: Path, report: Report, num_workers: int) -> Path:
-    """Returns the cached folder of these sources, made first if missing."""
+    """Returns the cached folder of these sources, made first if missing. vocab_size: as data.tokenizer-vocab."""
+    if vocab_size < 0:
+        vocab_size = vocabulary_for(sum(file.num_bytes for file in sources.files))
     try:
         name = _name(sources, vocab_size, cache)
         final = cache / name

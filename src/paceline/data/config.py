@@ -12,6 +12,16 @@ MAX_VOCAB = 1 << 20  # far above any vocabulary in use (GPT-4o: 200k), so larger
 
 
 _EXPECTED_CHARACTERS = 128
+# Set by few runs (docs/log/ablations.md): 512 is best for 150 kB, 1024 or 2048 for 400 kB, 2048 for 1.1 MB.
+_BYTES_OF_A_TOKEN, _LEAST_BY_SIZE, _MOST_BY_SIZE = 384, 512, 4096
+
+
+def vocabulary_for(num_bytes: int) -> int:
+    """Returns the vocabulary of a byte-pair encoding for so much text: a power of two, the more text the more."""
+    vocabulary = _LEAST_BY_SIZE
+    while 2 * vocabulary <= min(_MOST_BY_SIZE, num_bytes // _BYTES_OF_A_TOKEN):
+        vocabulary *= 2
+    return vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +38,7 @@ class DataConfig:
 
     tokenizer_vocab: int = 4096
     """Vocabulary of the byte-pair encoding that is trained when text has to be tokenized; 0: each character of the text
-    is a token."""
+    is a token; -1: 512 to 4096 by the size of the text, since each token of a small one has to be met often enough."""
 
     seq_len: int = 256
     """Tokens in a sequence."""
@@ -48,10 +58,10 @@ class DataConfig:
         """Raises UserError for an impossible value, naming the field as typed on the command line."""
         if self.seq_len < 1:
             raise UserError(f"data.seq-len is {self.seq_len}; a sequence has at least 1 token")
-        if self.tokenizer_vocab and not MIN_VOCAB <= self.tokenizer_vocab <= MAX_VOCAB:
+        if self.tokenizer_vocab not in (0, -1) and not MIN_VOCAB <= self.tokenizer_vocab <= MAX_VOCAB:
             raise UserError(
                 f"data.tokenizer-vocab is {self.tokenizer_vocab}; a byte-level vocabulary has {MIN_VOCAB} "
-                f"(256 bytes and <|endoftext|>) to {MAX_VOCAB} tokens; 0 means characters"
+                f"(256 bytes and <|endoftext|>) to {MAX_VOCAB} tokens; 0 means characters, -1 by the size of the text"
             )
         if self.document_token_id < -1:
             raise UserError(f"data.document-token-id is {self.document_token_id}; an id is at least 0")
@@ -66,7 +76,7 @@ class DataConfig:
     @property
     def expected_vocab(self) -> int:
         """The vocabulary of text that has not been looked at; of characters about so many."""
-        return self.tokenizer_vocab or _EXPECTED_CHARACTERS
+        return _MOST_BY_SIZE if self.tokenizer_vocab < 0 else self.tokenizer_vocab or _EXPECTED_CHARACTERS
 
     @property
     def document_token(self) -> int | None:

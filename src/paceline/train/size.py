@@ -6,6 +6,7 @@ from dataclasses import replace
 from paceline.base import units
 from paceline.config import Config
 from paceline.model import cost
+from paceline.model.config import ModelConfig
 
 _HEAD_WIDTH = 64
 # Set by a few runs (docs/LOG.md, 2026-11-23):
@@ -15,6 +16,7 @@ _BATCH_OF_TOKENS = 2.0  # tokens in a step over the square root of all tokens
 # and more for eight and ten (docs/log/2026.md, 2026-11-28; also arXiv 2509.14786, section 3).
 _DECAY_OF_A_PASS = 6.0  # added for each pass after the first, over the decay of one pass
 _MOST_PASSES = 12  # measured up to here
+_MORE_LAYERS = 2  # for text that is too short for the time (docs/log/ablations.md); measured up to here
 
 
 def sized(
@@ -25,7 +27,8 @@ def sized(
     at most.
 
     Width is 64 a layer, so parameters grow as layers^3, and the best number as the root of the FLOPs (Chinchilla,
-    arXiv 2203.15556): layers as the sixth root. Tokens in a step grow as the root of all tokens.
+    arXiv 2203.15556): layers as the sixth root. Tokens in a step grow as the root of all tokens. Where max_epochs end
+    the training early, the model is as large as these FLOPs train, and up to two layers larger where the time allows.
     """
     model, train = replace(config.model, size="given"), config.train
     seconds, most = train.time_budget, train.max_epochs * data_tokens or math.inf
@@ -33,22 +36,30 @@ def sized(
         missing = "measured speed" if seconds else "train.time-budget"
         shape = f"{model.n_layer} layers x {model.n_embd}"
         return replace(config, model=model), shape, f"as given: no {missing}"
-    wanted = 0.0  # tokens, if the data had enough
-    while True:
-        layers = max(2, round(_LAYERS * (flops_per_s * seconds / _LAYERS_FLOPS) ** (1 / 6)))
-        model = replace(model, n_layer=layers, n_head=layers, n_kv_head=0, n_embd=_HEAD_WIDTH * layers, n_hidden=0)
-        shaped = replace(model, vocab_size=model.vocab_size or vocab_size)
-        tokens = flops_per_s * seconds / cost.flops_per_token(shaped, config.data.seq_len)
-        wanted = wanted or tokens
-        if tokens <= most:
-            break
+
+    def shaped(layers: int) -> ModelConfig:
+        return replace(model, n_layer=layers, n_head=layers, n_kv_head=0, n_embd=_HEAD_WIDTH * layers, n_hidden=0)
+
+    def tokens_in(seconds: float, layers: int) -> float:
+        shape = replace(shaped(layers), vocab_size=model.vocab_size or vocab_size)
+        return flops_per_s * seconds / cost.flops_per_token(shape, config.data.seq_len)
+
+    wanted = tokens_in(seconds, _layers(flops_per_s * seconds))  # if the data had enough
+    while tokens_in(seconds, _layers(flops_per_s * seconds)) > most:
         seconds *= 0.98
+    layers = _layers(flops_per_s * seconds)
+    if wanted > most:  # time is left: a larger model learns more from the same passes
+        fits = [more for more in range(_MORE_LAYERS + 1) if tokens_in(train.time_budget, layers + more) >= 0.8 * most]
+        layers += max(fits, default=0)
+    tokens = min(most, tokens_in(train.time_budget, layers))
+    seconds = tokens * train.time_budget / tokens_in(train.time_budget, layers)
+    model = shaped(layers)
     least = math.ceil(max(1, train.device_batch_size) / num_ranks)  # a micro-batch is a part of the batch
     each = max(least, round(_BATCH_OF_TOKENS * math.sqrt(tokens) / config.data.seq_len / num_ranks))
     batch = num_ranks * each  # else some ranks would wait for others
     shape = f"{layers} layers x {model.n_embd}, {batch} sequences a step"
     why = f"about {units.count(tokens)} tokens at {units.count(flops_per_s)}FLOP/s in {seconds:.3g} s"
-    if seconds < train.time_budget:
+    if wanted > most:
         why += (
             f", limited by train.max-epochs {train.max_epochs:g}: for {train.time_budget:g} s "
             f"{wanted / most:.1f} times as much text would be enough"
@@ -60,6 +71,10 @@ def sized(
         shape += f", weight decay {config.optim.weight_decay:g} -> {decay:.2g}"
         why += f", {passes:.1f} passes over the data"
     return replace(config, model=model, train=train, optim=replace(config.optim, weight_decay=decay)), shape, why
+
+
+def _layers(flops: float) -> int:
+    return max(2, round(_LAYERS * (flops / _LAYERS_FLOPS) ** (1 / 6)))
 
 
 def decay_for(of_one_pass: float, passes: float) -> float:
