@@ -12,8 +12,8 @@ MAX_VOCAB = 1 << 20  # far above any vocabulary in use (GPT-4o: 200k), so larger
 
 
 _EXPECTED_CHARACTERS = 128
-# Set by few runs (docs/log/ablations.md): 512 is best for 150 kB, 1024 or 2048 for 400 kB, 2048 for 1.1 MB.
-_BYTES_OF_A_TOKEN, _LEAST_BY_SIZE, _MOST_BY_SIZE = 384, 512, 4096
+# Set by few runs (docs/log/ablations.md): 512 is best for 150 kB, 1024 or 2048 for 400 kB, 2048 or 4096 for 1.1 MB.
+_BYTES_OF_A_TOKEN, _LEAST_BY_SIZE, _MOST_BY_SIZE = 256, 512, 4096
 
 
 def vocabulary_for(num_bytes: int) -> int:
