@@ -58,9 +58,9 @@ class Blocks:
     block: int = 256
 
     def __post_init__(self) -> None:
-        """Raises ValueError for bits that do not fill a byte, or a block that does not fill bytes."""
-        if self.bits not in (2, 4, 8) or self.block % 4:
-            raise ValueError(f"blocks of {self.block} integers of {self.bits} bits: bits are 2, 4 or 8, in fours")
+        """Raises ValueError for bits that do not fill a byte."""
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"integers of {self.bits} bits do not fill bytes: bits are 2, 4 or 8")
 
     @property
     def _lanes(self) -> int:
