@@ -74,7 +74,8 @@ def sized(
 
 
 def _layers(flops: float) -> int:
-    return max(2, round(_LAYERS * (flops / _LAYERS_FLOPS) ** (1 / 6)))
+    """Returns how many layers so many FLOPs of training are best spent on."""
+    return max(2, round(_LAYERS * math.pow(flops / _LAYERS_FLOPS, 1 / 6)))
 
 
 def decay_for(of_one_pass: float, passes: float) -> float:
