@@ -727,6 +727,14 @@ MUTATIONS = (
         "replica/test_run.py::test_the_folder_is_read_by_the_tools_of_runs",
     ),
     Mutation(
+        "a worker of a fork server outlives its rank's SIGTERM",
+        "replica/stopping.py",
+        "rank.pid if rank else os.getppid()",
+        "os.getppid()",
+        "replica/test_workers.py::test_a_worker_of_a_fork_server_ends_by_its_rank",
+        is_long=True,
+    ),
+    Mutation(
         "a launcher looks for checkpoints where its script saves none",
         "replica/script.py",
         "    if not folder.path.is_relative_to(launchers):",

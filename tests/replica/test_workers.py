@@ -1,9 +1,11 @@
 """No two workers and no two ranks draw the same random numbers, and the script's generators stay equal on all ranks."""
 
+import multiprocessing
 import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from simulated import SimulatedRank
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from paceline.replica.share import share
+from paceline.replica.stopping import STOP_SIGNALS, outlive_signals
 from paceline.world.runtime import World
 
 
@@ -133,6 +136,26 @@ def test_a_worker_ends_on_a_system_that_does_not_say_who_sent_a_signal() -> None
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "set()\n"), ended.stderr
 
 
+def _outlive(is_ready: Any) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    outlive_signals()
+    is_ready.set()
+    time.sleep(100)
+
+
+@pytest.mark.long
+def test_a_worker_of_a_fork_server_ends_by_its_rank() -> None:
+    """Workers are a fork server's children by default from Python 3.14 on. Mutation: the rank is the parent process."""
+    context = multiprocessing.get_context("forkserver")
+    is_ready = context.Event()
+    worker = context.Process(target=_outlive, args=(is_ready,), daemon=True)
+    worker.start()
+    assert is_ready.wait(60)
+    worker.terminate()
+    worker.join(60)
+    assert worker.exitcode == 0
+
+
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_pass_that_stopped_is_gone_on_with_whatever_workers_read_ahead(persistent: bool) -> None:
     data = list(range(40))
@@ -159,7 +182,7 @@ class Slow(list):
 
 asked = []
 world = paceline.join()
-batches = paceline.share(DataLoader(Slow(range(40)), 4, num_workers=2), world)
+batches = paceline.share(DataLoader(Slow(range(40)), 4, num_workers=2, multiprocessing_context="fork"), world)
 for number, batch in enumerate(batches):
     last = list(batch.draw())
     if number == 1:  # both workers have begun

@@ -1,5 +1,6 @@
 """Stopping early: a signal or a time limit on any rank sets its stop flag; ranks all-gather the flags each step."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -84,7 +85,8 @@ def outlive_signals() -> None:
     if hasattr(signal, "sigwaitinfo"):  # it is told who sent a signal, unlike a handler; macOS does not have it
         waited_for = {signal.SIGTERM}
         signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        rank = multiprocessing.parent_process()  # not getppid: a fork server's workers are its children
+        threading.Thread(target=_end_with, args=(rank.pid if rank else os.getppid(),), daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, set(STOP_SIGNALS) - waited_for)
 
 
