@@ -4,7 +4,7 @@
 #   docker build -t paceline --build-arg BASE=nvidia/cuda:13.0.2-base-ubuntu24.04 \
 #       --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 .
 #   docker run --rm -v ./runs:/runs paceline train --preset demo --out /runs/one
-# BASE is a Debian or Ubuntu with Python 3.11 to 3.13; TORCH_INDEX has torch's build for its processor or CUDA.
+# BASE is a Debian or Ubuntu with Python 3.11 to 3.14; TORCH_INDEX has torch's build for its processor or CUDA.
 ARG BASE=debian:trixie-slim
 # hadolint ignore=DL3006
 FROM ${BASE}

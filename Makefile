@@ -1,4 +1,4 @@
-# make setup | train | test | test-long | test-alone | check | docs | dist   PYTHON=python3.12 make setup chooses the interpreter (3.11 to 3.13)
+# make setup | train | test | test-long | test-alone | check | docs | dist   PYTHON=python3.12 make setup chooses the interpreter (3.11 to 3.14)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 setup: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
-		{ echo "paceline needs Python 3.11 to 3.13; $(PYTHON) is $$($(PYTHON) --version). Try PYTHON=python3.12 make setup"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || \
+		{ echo "paceline needs Python 3.11 to 3.14; $(PYTHON) is $$($(PYTHON) --version). Try PYTHON=python3.12 make setup"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(INSTALL_FLAGS) --editable '.[dev]' --constraint constraints.txt
 	@touch $@

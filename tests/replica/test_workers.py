@@ -224,7 +224,8 @@ checkpoints = paceline.Checkpoints(folder, net=replica)
 checkpoints.restore()
 os.register_at_fork(after_in_child=kill_new_process)
 data = TensorDataset(torch.arange(40.0)[:, None] / 40)
-loader = DataLoader(data, 4, shuffle=True, num_workers=2, persistent_workers=is_persistent)
+workers = {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": is_persistent}
+loader = DataLoader(data, 4, shuffle=True, **workers)
 for step in replica.steps(loader, epochs=2, stop_on_signals=True):
     if kind == "reads" and step.number == 5 and is_first_time:
         everyone = [*psutil.Process().children(), psutil.Process()]
