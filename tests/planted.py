@@ -836,8 +836,8 @@ MUTATIONS = (
     Mutation(
         "time that a short text leaves is not used",
         "train/size.py",
-        "        layers += max(fits, default=0)\n",
-        "",
+        "layers + _MORE_LAYERS + 1)",
+        "layers + 1)",
         "train/test_resolve.py::test_size_auto_grows_with_what_the_machine_computes_in_the_time",
     ),
     Mutation(

@@ -16,6 +16,7 @@ _BATCH_OF_TOKENS = 2.0  # tokens in a step over the square root of all tokens
 # and more for eight and ten (docs/log/2026.md, 2026-11-28; also arXiv 2509.14786, section 3).
 _DECAY_OF_A_PASS = 6.0  # added for each pass after the first, over the decay of one pass
 _MOST_PASSES = 12  # measured up to here
+_NEARLY_ALL = 0.8  # of the passes
 _MORE_LAYERS = 2  # for text that is too short for the time (docs/log/ablations.md); measured up to here
 
 
@@ -49,8 +50,8 @@ def sized(
         seconds *= 0.98
     layers = _layers(flops_per_s * seconds)
     if wanted > most:  # time is left: a larger model learns more from the same passes
-        fits = [more for more in range(_MORE_LAYERS + 1) if tokens_in(train.time_budget, layers + more) >= 0.8 * most]
-        layers += max(fits, default=0)
+        larger = range(layers, layers + _MORE_LAYERS + 1)
+        layers = max(each for each in larger if tokens_in(train.time_budget, each) >= _NEARLY_ALL * most)
     tokens = min(most, tokens_in(train.time_budget, layers))
     seconds = tokens * train.time_budget / tokens_in(train.time_budget, layers)
     model = shaped(layers)
