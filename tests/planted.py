@@ -1069,6 +1069,13 @@ MUTATIONS = (
         "checkpoint/test_integrity.py::test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name",
     ),
     Mutation(
+        "a writer uses the folder after its record, when it may have been renamed",
+        "checkpoint/publish.py",
+        "    sync(folder)\n    replace(_record_path(folder, writer), json.dumps(record).encode(), 0o600)\n",
+        "    replace(_record_path(folder, writer), json.dumps(record).encode(), 0o600)\n    sync(folder)\n",
+        "checkpoint/test_background_saving.py::test_a_folder_that_is_renamed_when_its_last_record_appears_is_no_problem",
+    ),
+    Mutation(
         "a copy of a checkpoint is not compared with its manifest",
         "launch/copies.py",
         'if sha256_of(path) != facts["sha256"]:',

@@ -119,6 +119,23 @@ def test_what_another_writer_could_not_do_is_said_with_its_number_and_there_is_n
     assert list_steps(tmp_path) == [1, 3]
 
 
+def test_a_folder_that_is_renamed_when_its_last_record_appears_is_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finds: a writer that used the folder after its record. The first writer was faster once, in CI."""
+    folder, complete = tmp_path / "unfinished", tmp_path / "complete"
+    folder.mkdir()
+    replace = publish.replace
+
+    def replace_and_publish(path: Path, data: bytes, mode: int) -> None:
+        replace(path, data, mode)
+        folder.rename(complete)
+
+    monkeypatch.setattr(publish, "replace", replace_and_publish)
+    publish.put_record(folder, 1, {"files": {}, "slices": {}})
+    assert [path.name for path in complete.iterdir()] == ["writer-00001.json"]
+
+
 def test_a_save_that_waits_for_a_dead_writer_ends_when_it_is_abandoned(tmp_path: Path) -> None:
     keep(tmp_path, 1)
     earlier = publish.unfinished_folder(tmp_path, 2, "earlier-1")  # of a life in which writer 1 had come further

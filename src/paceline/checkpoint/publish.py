@@ -51,8 +51,9 @@ def sweep(checkpoints: Path, but: Path) -> None:
 
 
 def put_record(folder: Path, writer: int, record: Record) -> None:
-    replace(_record_path(folder, writer), json.dumps(record).encode(), 0o600)
+    """Says that this writer's files are there. The first writer may rename the folder from now on."""
     sync(folder)
+    replace(_record_path(folder, writer), json.dumps(record).encode(), 0o600)
 
 
 def gather(folder: Path, writers: Sequence[int], wait: Callable[[float], bool]) -> list[Record]:
