@@ -9,8 +9,8 @@ A change is flags, or a patch of src/ for what has no flag (bench/ablations has 
 
     --change "NorMuon, slower: bench/ablations/normuon.patch --optim.lr 4e-3"
 
-Each run is `paceline train --preset fast` on one rank with one thread, with fixed layers and width, for equally many
-steps (equal tokens; `--jobs N` of them at the same time) or equal seconds (`--seconds`, one at a time, on a machine
+Each run is `paceline train --preset fast` on one rank with one thread, with fixed layers and width and the vocabulary
+that the preset takes for so much text, for equally many steps (equal tokens; `--jobs N` of them at the same time) or equal seconds (`--seconds`, one at a time, on a machine
 that does nothing else). A line is appended to --out after each run, and what is there is not run again, so it may be
 stopped and started. Then it prints, and appends to --table, the mean difference of the validation loss in bits per byte
 from the preset over all pairs of a size, with a 95% interval (Student's t, pairs as they are: texts differ more than
@@ -36,6 +36,7 @@ from pathlib import Path
 from side import evaluations, run, run_paceline
 
 from paceline.base.cores import cpu_name
+from paceline.data.config import vocabulary_for
 from paceline.data.shard import read_index
 from paceline.tools.bench.runs import PACELINE
 
@@ -70,7 +71,7 @@ class Run:
     size: str  # LAYERSxWIDTH
     seed: int
     change: str
-    horizon: str  # what all runs of a table share, as `300 steps of 150000 bytes, --optim.weight-decay 4`
+    horizon: str  # what all runs of a table share: `300 steps of 150000 bytes, vocabulary 512`, and flags
     bits_per_byte: float = math.nan
     passes: float = math.nan
     steps: int = 0
@@ -85,7 +86,8 @@ def prepared(text: Path, folder: Path, num_bytes: int) -> tuple[Path, int]:
     part = folder / f"{text.stem}.txt"
     part.write_bytes(text.read_bytes()[: num_bytes or None])
     out = folder / text.stem
-    run([*PACELINE, "data", "prepare", str(part), "--tokenizer", "train:4096", "--out", str(out)])
+    tokenizer = f"train:{vocabulary_for(part.stat().st_size)}"
+    run([*PACELINE, "data", "prepare", str(part), "--tokenizer", tokenizer, "--out", str(out)])
     index = read_index(out)
     return out, index.splits["train"].tokens
 
@@ -175,7 +177,7 @@ def main() -> None:
     if options.seconds and options.jobs > 1:
         parser.error("--jobs with --seconds: runs that share cores train less in the same time")
     horizon = f"{options.steps} steps" if options.steps else f"{options.seconds:g} s"
-    horizon += f" of {options.bytes} bytes" if options.bytes else ""
+    horizon += f" of {options.bytes} bytes, vocabulary {vocabulary_for(options.bytes)}" if options.bytes else ""
     horizon += f", {options.base}" if options.base else ""
     flag = f"--train.steps={options.steps}" if options.steps else f"--train.time-budget={options.seconds}"
     changes = {BASE: Change(), **dict(options.change)}

@@ -1,6 +1,7 @@
 """What is shown of a run, against what was written: while it runs, after a resume, and of damaged records."""
 
 import json
+import math
 import os
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +17,7 @@ from paceline.base import units
 from paceline.record.folder import COMPLETE, RunFolder
 from paceline.record.state import read_state
 from paceline.tools.view.follow import Views
+from paceline.tools.view.measures import Traffic, traffic_text
 from paceline.tools.view.view import RunView
 
 
@@ -140,6 +142,14 @@ def test_of_64_ranks_the_slowest_is_first_and_bars_add_up_to_the_step(tmp_path: 
     over = viewed(made.folder)
     assert over.findings["ranks"].startswith("Rank 37 (host node4) was slow in steps 130 to 150")
     assert not any(rank.is_slow for rank in over.ranks)
+
+
+def test_waits_that_are_longer_than_the_collectives_are_not_a_multiple_of_them() -> None:
+    """Finds: exposed time over that of collectives as it is, "8037% of that time": a rank waits for others, too."""
+    said = traffic_text(
+        Traffic(1e6, comm_ms=0.5, exposed_ms=40.0, step_ms=80.0, computed_bytes=math.nan, is_in_memory=False)
+    )
+    assert "100% of that time is exposed, which is 50% of the step" in said
 
 
 def test_a_resumed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

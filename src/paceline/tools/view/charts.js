@@ -45,7 +45,7 @@ const CHARTS = [
   { id: "loss", columns: { loss: "training" }, height: 470, isLoss: true },
   { id: "rate", columns: { tokens_per_s: "throughput, a second" }, height: 190, isFromZero: true },
   { id: "lr", columns: { lr: "learning rate" }, height: 150, isFromZero: true },
-  { id: "norm", columns: { grad_norm: "gradient norm" }, height: 190, isLog: true },
+  { id: "norm", columns: { grad_norm: "gradient norm" }, height: 190, isLog: true, sharesBox: true },
   { id: "parts", table: "parts", columns: Object.fromEntries(PARTS.map((part) => [part, part])), height: 240, isFromZero: true, isStacked: true, unit: " ms" },
   { id: "shares", table: "shares", columns: null, height: 180, isFromZero: true, isStepped: true },
   { id: "traffic", table: "steps", columns: { comm_ms: "collectives under way", exposed_comm_ms: "exposed" }, height: 190, isFromZero: true, unit: " ms" },
@@ -143,8 +143,8 @@ class Chart {
 
   draw() {
     this.every = this.lines();
-    if (!this.isLoss && this.id !== "norm") this.box.hidden = !this.every.length;
-    if (this.id === "norm") for (const each of [this.place, this.place.previousElementSibling]) each.hidden = !this.every.length;
+    const shown = this.sharesBox ? [this.place, this.place.previousElementSibling] : this.isLoss ? [] : [this.box];
+    for (const each of shown) each.hidden = !this.every.length;
     this.shown = this.every.filter(({ name }) => !this.hidden.has(name));
     if (!this.every.length || !this.place.clientWidth) return;
     this.place.setAttribute("aria-label", `${this.box.querySelector("h2, h3").textContent}. Arrow keys move along the curve, + and - zoom.`);

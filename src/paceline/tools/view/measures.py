@@ -214,7 +214,7 @@ def traffic_text(traffic: Traffic) -> str:
     if traffic.is_in_memory:
         what = f"Ranks add gradients in shared memory, {size} a step in {took}; nothing is sent."
     said = (
-        f"{what} {_share(traffic.exposed_ms, traffic.comm_ms)} of that time is exposed, "
+        f"{what} {_share(min(traffic.exposed_ms, traffic.comm_ms), traffic.comm_ms)} of that time is exposed, "
         f"which is {_share(traffic.exposed_ms, traffic.step_ms)} of the step."
     )
     if math.isfinite(traffic.computed_bytes) and not traffic.is_in_memory:
