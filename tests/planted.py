@@ -1069,6 +1069,13 @@ MUTATIONS = (
         "checkpoint/test_integrity.py::test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name",
     ),
     Mutation(
+        "the ends of a start that failed are text",
+        "data/find.py",
+        "        if files and all(_OF_A_RANK.fullmatch(name) for name in files):\n            continue",
+        "        if not files and all(_OF_A_RANK.fullmatch(name) for name in files):\n            continue",
+        "data/test_sources.py::test_what_a_start_that_failed_left_is_no_text",
+    ),
+    Mutation(
         "a writer uses the folder after its record, when it may have been renamed",
         "checkpoint/publish.py",
         "    sync(folder)\n    replace(_record_path(folder, writer), json.dumps(record).encode(), 0o600)\n",

@@ -149,6 +149,16 @@ def test_a_run_in_the_folder_is_no_text(tmp_path: Path, gone: str) -> None:
         find([str(folder.path)])
 
 
+def test_what_a_start_that_failed_left_is_no_text(tmp_path: Path) -> None:
+    """Finds: `ranks/rank-00000.end` of a run that never began, as text of `--data.path .` at the next start."""
+    (tmp_path / "a.txt").write_text("a")
+    ended = tmp_path / "runs" / "mine" / "ranks"
+    ended.mkdir(parents=True)
+    (ended / "rank-00000.end").write_text("2")
+    (ended / "rank-00001.log").write_text("error: no")
+    assert names(find([str(tmp_path)])) == ["a.txt"]
+
+
 def test_patterns_and_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("b/1.txt", "b/2.txt", "b/c/3.txt", "a.txt", "b/x.bin"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)

@@ -4,6 +4,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text"}
 # Of gzip, zstd, lz4 and bz2, with each of its block sizes.
 _MAGIC = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", *(b"BZh%d1AY&SY" % size for size in range(1, 10)))
+_OF_A_RANK = re.compile(r"rank-\d+\.(end|log)")
 _ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".xz", ".7z")
 _LOST = ("is not UTF-8 text", "is UTF-16", "is UTF-32", "is an archive", "is an Arrow file")
 _WARN_FRAC = 0.03  # share of the text's bytes
@@ -168,6 +170,8 @@ def _files(root: str) -> Iterator[tuple[str, str]]:
         if "ranks" in folders and ("checkpoints" in folders or "config.toml" in files):
             folders.clear()
             continue  # a run, perhaps on these sources: its rows and logs would make other data of them
+        if files and all(_OF_A_RANK.fullmatch(name) for name in files):
+            continue  # a run whose start failed has nothing else
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             path = os.path.join(folder, name)
