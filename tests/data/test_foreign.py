@@ -280,6 +280,16 @@ def test_megatron_and_datatrove_with_their_documents(tmp_path: Path, write: Any,
         dataset.verify()
 
 
+@pytest.mark.parametrize("write", [megatron, datatrove])
+def test_verify_reads_a_file_of_two_splits_once(tmp_path: Path, write: Any) -> None:
+    """Finds: all that stands before the validation split was read once more, at once into memory."""
+    write(tmp_path / "text_document", DOCUMENTS)
+    dataset, seen = Dataset.open(tmp_path, 100), list[int]()
+    assert dataset.validation.num_tokens > 0
+    dataset.verify(seen.append)
+    assert sum(seen) == dataset.num_bytes == 2 * sum(map(len, DOCUMENTS))
+
+
 @pytest.mark.parametrize("with_validation", [True, False])
 @pytest.mark.parametrize("documents", [[], [[], []]], ids=["no document", "empty documents"])
 @pytest.mark.parametrize("write", [megatron, datatrove])

@@ -229,8 +229,9 @@ class Dataset:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards, all of which `verify` reads."""
-        return sum(shard.num_bytes for shard in (*self.train.shards, *self.validation.shards))
+        """Bytes of all shards, all of which `verify` reads; of other programs' files the tokens, and no header."""
+        shards, header_bytes = (*self.train.shards, *self.validation.shards), HEADER_BYTES if self.index else 0
+        return sum(header_bytes + shard.num_tokens * shard.dtype.itemsize for shard in shards)
 
     def verify(self, progress: Progress = lambda _: None) -> None:
         """Reads every byte: checks shards and document beginnings by their checksums, if there are any, each token
@@ -248,15 +249,15 @@ class Dataset:
                 self._verify_shard(shard, record, progress)
 
     def _verify_shard(self, shard: Shard, record: ShardRecord | None, progress: Progress) -> None:
-        starts = np.empty(0, dtype=np.int64)
+        starts, digest = np.empty(0, dtype=np.int64), hashlib.sha256()
         if record is not None:
             path = self.folder / record.starts
             with reading(path):
                 _require_sha256(path, sha256_of(path), record.starts_sha256)
             starts = _starts(self.folder, record)
-        with reading(f"shard {shard.path}"), shard.path.open("rb") as file:
-            digest = hashlib.sha256(file.read(shard.first_byte))
-        progress(shard.first_byte)
+            with reading(f"shard {shard.path}"), shard.path.open("rb") as file:
+                digest.update(file.read(HEADER_BYTES))
+            progress(HEADER_BYTES)
         wrong = ""
         buffer: Tokens = np.empty(_VERIFIED_BYTES // shard.dtype.itemsize, dtype=shard.dtype)
         for begin in range(0, shard.num_tokens, buffer.size):
