@@ -35,6 +35,16 @@ def test_noise_and_uneven_shares_name_nobody(world_size: int) -> None:
     assert stragglers.summary() == []
 
 
+def test_a_step_without_sequences_names_nobody() -> None:
+    """Finds: the script's run ended by an IndexError after a step of which no rank had a label."""
+    plan, draw = BatchPlan(8, 2, 2), random.Random(0)
+    stragglers = Stragglers(plan.world_size)
+    for step in range(1, 101):
+        num_sequences = [0, 0] if step % 10 == 5 else plan.num_sequences()
+        assert stragglers.observe(step, num_sequences, times(plan, draw, {})) == []
+    assert stragglers.num_steps == 90
+
+
 @pytest.mark.parametrize(("world_size", "rank"), [(2, 0), (2, 1), (3, 2), (4, 3)])
 @pytest.mark.parametrize("phase", [*PER_SEQUENCE, "optimizer"])
 def test_a_slow_rank_is_named_within_ten_steps(world_size: int, rank: int, phase: str) -> None:

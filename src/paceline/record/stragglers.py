@@ -97,7 +97,9 @@ class Stragglers:
         self, step: int, num_sequences: Sequence[int], parts: Mapping[str, Sequence[float] | Floats]
     ) -> list[Slow | Over]:
         """Adds one step: the sequences that each rank computed, and milliseconds by phase (PER_SEQUENCE and PER_STEP)
-        and rank. Returns what is new."""
+        and rank. Returns what is new. A step in which no rank computed a sequence does not count."""
+        if not any(num_sequences):
+            return []
         self.num_steps += 1
         counts_R, ms_PR = np.array(num_sequences, dtype=float), np.array([parts[phase] for phase in _PHASES])
         now = _compared(step, counts_R, ms_PR)
