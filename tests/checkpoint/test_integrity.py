@@ -175,9 +175,11 @@ def test_a_manifest_that_was_made_up_is_damage_not_a_traceback(tmp_path: Path, f
         read(folder)
 
 
-@pytest.mark.parametrize("parts", [[], [[0, 1, 11]], [[0, 1, "12"]], [[0, 1, -12]], [[0, 12]], [[0, 2, 6]], 3])
+@pytest.mark.parametrize(
+    "parts", [[], [[0, 1, 11]], [[0, 1, "12"]], [[0, 1, -12]], [[0, 12]], [[0, 2, 6]], [[0, 1, 0], [0, 1, 12]], 3]
+)
 def test_parts_that_were_made_up_are_damage(tmp_path: Path, parts: Any) -> None:
-    """Too few elements, no numbers, or a writer without a file."""
+    """Too few elements, no numbers, or a writer without a file. Finds: a part without elements, a ZeroDivisionError."""
     folder = keep(tmp_path, 7)
     content = json.loads((folder / MANIFEST).read_text())
     content["tensors"]["weights"]["a.weight"]["parts"] = parts

@@ -139,6 +139,8 @@ def _check(manifest: Mapping[str, Any]) -> None:
             parts = manifest["tensors"][kind][name]["parts"]
             if any(type(number) is not int or number < 0 for part in parts for number in (*part, len(part) - 3)):
                 raise ValueError(f"{name}: its parts are invalid")
+            if any(size == 0 for _, _, size in parts):
+                raise ValueError(f"{name}: a part of it has no element")
             if sum(count * size for _, count, size in parts) != math.prod(shape):
                 raise ValueError(f"{name}: its parts do not have its {math.prod(shape)} elements")
             runs |= {(first, count) for first, count, _ in parts}
