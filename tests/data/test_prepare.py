@@ -358,6 +358,19 @@ def test_a_resumed_preparation_makes_only_the_parts_that_are_missing(corpus: Pat
     assert bytes_of(out) == bytes_of(tmp_path / "undisturbed")
 
 
+@pytest.mark.parametrize("content", [b"", b'{"tokens": [1, 2], "do', b"[]"])
+def test_a_part_with_a_damaged_record_is_made_again(corpus: Path, tmp_path: Path, content: bytes) -> None:
+    """Finds: a JSONDecodeError at each resume."""
+    chosen = Recipe(tokenizer="bytes", shard_tokens=160_000)
+    sources, out = gather([str(corpus)], [], chosen), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        prepare(sources, chosen, out, Ends(KeyboardInterrupt, after_parts=2), num_workers=1)
+    (out / ".preparing" / "parts" / min(done(out))).write_bytes(content)
+    make([corpus], out, shard_tokens=160_000)
+    make([corpus], tmp_path / "undisturbed", shard_tokens=160_000)
+    assert bytes_of(out) == bytes_of(tmp_path / "undisturbed")
+
+
 def test_a_full_disk_is_said_and_the_same_command_resumes(corpus: Path, tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     out, recipe = tmp_path / "out", {"shard_tokens": 10_000_000}

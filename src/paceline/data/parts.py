@@ -115,10 +115,10 @@ class Record:
 
 
 def record_of(job: Job, key: str) -> Record | None:
-    """Returns a part's record; None if it is not done."""
+    """Returns a part's record; None if it is not done, or its record is damaged: it is made again."""
     try:
         return Record(**json.loads((job.folder / f"{key}.json").read_bytes()))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError, TypeError):
         return None
 
 
