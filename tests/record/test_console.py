@@ -2,6 +2,7 @@
 
 import unicodedata
 from contextlib import redirect_stdout, suppress
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,18 @@ def test_a_pipe_gets_narrow_tables_and_whole_lines(tmp_path: Path, capfd: pytest
     assert lines[-4:] == [line, "", "the last one", ""]
     assert not [text for text in lines if text != text.rstrip()]
     assert 80 <= max(len(text) for text in lines if text != line) <= 100
+
+
+def test_an_output_that_is_not_utf8_gets_escapes(tmp_path: Path) -> None:
+    """Finds: a script with a Latin-1 output ended by a UnicodeEncodeError, in the table at its end."""
+    console, output = Console(0), TextIOWrapper(BytesIO(), encoding="latin-1")
+    console.open_log(tmp_path / "rank.log")
+    with redirect_stdout(output):
+        console.say("caf\u00e9 \u2500")
+        console.say(table("times", ["part", "ms"], [["data", "1"]]))
+    assert output.buffer.getvalue().startswith(b"caf\xe9 \\u2500\n")
+    assert (tmp_path / "rank.log").read_text(encoding="utf-8").startswith("caf\u00e9 \u2500\n")
+    console.log_file.close()
 
 
 def test_an_error_is_printed_though_standard_output_cannot_be_written(capfd: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,9 @@ class Console:
         if self.is_terminal:
             self._try(partial(console.print, what, soft_wrap=soft_wrap))
         else:
-            self._try(partial(print, written, end="", flush=True))
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # a script's may be Latin-1
+            encodable = written.encode(encoding, "backslashreplace").decode(encoding)
+            self._try(partial(print, encodable, end="", flush=True))
 
     def _try(self, show: Callable[[], None]) -> None:
         try:
