@@ -191,11 +191,13 @@ def _hash(vocab_size: int, *parts: str) -> str:
     return hashlib.sha256("\0".join((*settings, *parts)).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
-def _cache_message(cache: Path, error: Exception) -> str:
-    where = getattr(error, "filename", None) or cache
-    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    need = "free some space" if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
-    return f"the cache {cache} can not be written: {where}: {reason}; {need} or set PACELINE_CACHE to another folder"
+def _cache_message(cache: Path, error: OSError) -> str:
+    reason = error.strerror or str(error) or type(error).__name__
+    need = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
+    return (
+        f"the cache {cache} can not be written: {error.filename or cache}: {reason}; {need} or set PACELINE_CACHE to "
+        "another folder"
+    )
 
 
 @contextmanager
@@ -203,14 +205,12 @@ def _locked(cache: Path, name: str, report: Report) -> Iterator[None]:
     """Holds the lock of one dataset; the system releases it if the holder is killed."""
     lock = file_lock(cache / f".{name}.lock")
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except filelock.Timeout:
         report.say(f"data: waiting for another process that prepares {name}")
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def _remove_stale(cache: Path) -> None:

@@ -235,6 +235,6 @@ def ensure_packing(dataset: Dataset, seq_len: int, cache: Path) -> Path:
     except OSError as error:
         raise UserError(
             f"the packing of {dataset.folder} can not be kept in {final.parent}: "
-            f"{getattr(error, 'strerror', None) or error}; free some space, or set PACELINE_CACHE to another folder"
+            f"{error.strerror or error}; free some space, or set PACELINE_CACHE to another folder"
         ) from error
     return final

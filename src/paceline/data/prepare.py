@@ -261,15 +261,12 @@ def _locked(folder: Path, share: Share) -> Iterator[None]:
     if folder.is_dir() and not work.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty and holds no dataset; give another --out")
     (work / _PARTS).mkdir(parents=True, exist_ok=True)
-    lock = file_lock(work / share.lock)
     try:
-        lock.acquire(timeout=0)
+        held = file_lock(work / share.lock).acquire(timeout=0)
     except filelock.Timeout:
         raise UserError(f"another process is preparing {folder}; wait for it, or give another --out") from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def _require_one_division(work: Path, share: Share, restart: bool) -> None:
