@@ -48,7 +48,6 @@ class Document(NamedTuple):
     slices: tuple[str, ...]
     num_replaced: int
     begins: bool
-    split: str | None  # of its file
 
 
 class Skipped(NamedTuple):
@@ -96,7 +95,7 @@ def _read(part: Range, stored: BinaryIO, recipe: Recipe, skipped: list[Skipped])
     file = part.file
     if file.format == "parquet":
         for cell in _cells(part, stored, recipe.text_key):
-            yield _document(cell, file, is_plain=False)
+            yield _document(cell, is_plain=False)
         return
     end = _LINE_END if file.format == "jsonl" else _end_of(recipe.separator) if recipe.separator else None
     start, stop = part.start, part.stop
@@ -107,21 +106,21 @@ def _read(part: Range, stored: BinaryIO, recipe: Recipe, skipped: list[Skipped])
         stop = _border(file, stored, stop, end)
     content = _Content(file, stored, start, stop)
     if end is None:
-        yield from _plain(content, file, is_beginning=start <= file.start)
+        yield from _plain(content, is_beginning=start <= file.start)
     elif file.format == "jsonl":
         for text_of_record in _json_texts(content, file, start, recipe, skipped):
-            yield _document(text_of_record, file, is_plain=False)
+            yield _document(text_of_record, is_plain=False)
     else:
         for document, has_end in content.records(end):
             if has_end or not document.isspace():  # what stands behind the last separator may be blank
-                yield _document(b"" if document.isspace() else text.with_line_feeds(document), file, is_plain=True)
+                yield _document(b"" if document.isspace() else text.with_line_feeds(document), is_plain=True)
 
 
-def _document(content: bytes, file: SourceFile, *, is_plain: bool, begins: bool = True) -> Document:
+def _document(content: bytes, *, is_plain: bool, begins: bool = True) -> Document:
     decode = text.plain_text if is_plain else text.record_text
     decoded = [decode(part) for part in text.slices(content)] if content else []
     num_replaced = sum(count for _, count in decoded)
-    return Document(tuple(part for part, _ in decoded), num_replaced, begins, file.split)
+    return Document(tuple(part for part, _ in decoded), num_replaced, begins)
 
 
 class _Content:
@@ -253,12 +252,12 @@ def _after_record(data: bytes, begin: int, end: _End) -> int | None:
 # ---- text and JSON lines ----
 
 
-def _plain(content: _Content, file: SourceFile, *, is_beginning: bool) -> Iterator[Document]:
+def _plain(content: _Content, *, is_beginning: bool) -> Iterator[Document]:
     """Yields the slices of a plain text, which is one document."""
     while is_beginning or content.look(1):
         data = content.look(text.SLICE_BYTES + 1)
         size = len(data) if len(data) <= text.SLICE_BYTES else text.cut(data)
-        yield _document(content.take(size), file, is_plain=True, begins=is_beginning)
+        yield _document(content.take(size), is_plain=True, begins=is_beginning)
         is_beginning = False
 
 

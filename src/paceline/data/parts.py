@@ -30,7 +30,7 @@ import numpy as np
 from paceline.base.errors import RunError
 from paceline.base.files import replace, sync
 from paceline.data.config import Recipe
-from paceline.data.documents import Document, Range, Skipped, can_be_cut, read, whole
+from paceline.data.documents import Range, Skipped, can_be_cut, read, whole
 from paceline.data.encode import Encoder
 from paceline.data.shard import DTYPES, SPLITS, Written, version_for
 from paceline.data.sources import SourceFile, require_unchanged
@@ -145,8 +145,10 @@ class PartEncoder:
                     record.empty += document.begins and not document.slices
                     if not document.slices:
                         continue
-                    if document.begins or document.split is not None:
-                        number = self._number_of(document)
+                    if of.file.split is not None:
+                        number = SPLITS.index(of.file.split)
+                    elif document.begins:
+                        number = int(key_of(document.slices[0]) < self._job.validation_below)
                     ids = [self._encoder.encode(each) for each in document.slices]
                     writers[number].append([self._first, *ids] if document.begins else ids, document.begins)
                     record.text_bytes[number] += sum(len(text.encode()) for text in document.slices)
@@ -160,11 +162,6 @@ class PartEncoder:
         sync(self._job.folder)
         replace(self._job.folder / f"{key}.json", json.dumps(asdict(record)).encode())
         return record
-
-    def _number_of(self, document: Document) -> int:
-        if document.split is not None:
-            return SPLITS.index(document.split)
-        return int(key_of(document.slices[0]) < self._job.validation_below)
 
 
 class _Writer:

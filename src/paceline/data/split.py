@@ -102,11 +102,11 @@ def validation_below(sources: Sources, recipe: Recipe) -> float:
     is only one document, or for reading errors.
     """
     limit = recipe.validation_frac * 2.0**64
-    undecided = tuple(file for file in sources.files if file.split is None)
+    undecided = [file for file in sources.files if file.split is None]
     decided = {file.split for file in sources.files} - {None}
     has = {"validation": "validation" in decided, "train": "train" in decided}
     lowest, highest = 1 << 64, -1
-    for key in _keys(replace(sources, files=undecided), recipe):
+    for key in _keys(undecided, recipe):
         has["validation" if key < limit else "train"] = True
         if all(has.values()):
             return limit
@@ -121,8 +121,8 @@ def validation_below(sources: Sources, recipe: Recipe) -> float:
     return highest if has["validation"] else lowest + 1
 
 
-def _keys(sources: Sources, recipe: Recipe) -> Iterator[int]:
-    for file in sources.files:
+def _keys(files: Sequence[SourceFile], recipe: Recipe) -> Iterator[int]:
+    for file in files:
         for document in read(whole(file), recipe, []):
             if document.begins and document.slices:
                 yield key_of(document.slices[0])
