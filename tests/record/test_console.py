@@ -80,6 +80,18 @@ def test_an_output_that_is_not_utf8_gets_escapes(tmp_path: Path) -> None:
     console.log_file.close()
 
 
+def test_a_closed_output_gets_nothing_and_the_log_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds: the `Run` of `python script.py >&-` ended by an AttributeError, where Python itself prints nothing."""
+    monkeypatch.setattr("sys.stdout", None)
+    console = Console(0)
+    console.open_log(tmp_path / "rank.log")
+    console.say("said")
+    console.close()
+    print_error("told")
+    assert (tmp_path / "rank.log").read_text() == "said\n"
+    console.log_file.close()
+
+
 def test_an_error_is_printed_though_standard_output_cannot_be_written(capfd: pytest.CaptureFixture[str]) -> None:
     full = open("/dev/full", "w")  # noqa: SIM115
     full.write("said before")

@@ -40,7 +40,8 @@ class Console:
     def __init__(self, rank: int):
         self.rank = rank
         self.log_file: TextIO | None = None  # this rank's log, once it is open
-        self._terminal = _Terminal(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+        is_tty = sys.stdout is not None and sys.stdout.isatty()  # None: a script's that was closed (`>&-`)
+        self._terminal = _Terminal(highlight=False, width=None if is_tty else PLAIN_WIDTH)
         self._progress: rich.progress.Progress | None = None
         self._task = rich.progress.TaskID(0)
         self._total: float | None = None
@@ -143,9 +144,7 @@ class Console:
 
     def close(self) -> None:
         """Flushes the output. The other ranks' stdout and stderr still go to their logs."""
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        output.flush()
 
 
 class Reading:

@@ -28,11 +28,16 @@ def printable(text: str) -> str:
 
 def print_error(text: str) -> None:
     """Writes an error to the terminal, from any rank, in one write, so that lines of ranks do not mix."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk
-            stream.flush()
+    flush()
     with contextlib.suppress(OSError):
         os.write(_terminal_fd, (printable(text).rstrip("\n") + "\n").encode(errors="backslashreplace"))
+
+
+def flush() -> None:
+    """Flushes standard output and standard error; a terminal that is gone, or a full disk, is no error."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: a script's that was closed
+        with contextlib.suppress(OSError):
+            stream.flush()
 
 
 def has_log(path: Path) -> None:
