@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from saving import ended, keep, save_by, shares
 
 from paceline.base.errors import PacelineError, UserError
 from paceline.base.ownership import Slice, cut
-from paceline.checkpoint import load, publish
+from paceline.checkpoint import load, publish, shards
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.encode import decode, encode
 from paceline.checkpoint.manifest import Kind, parts_of, read_manifest
@@ -158,6 +159,23 @@ def find_in_own(world: World, folder: str) -> list[int]:
     return find_writers(world.group, Path(folder) / f"{world.rank}")[0]
 
 
+def send_what_is_gone(world: World, folder: str) -> list[dict[str, Any]]:
+    """Rank 2 sends a file that vanished after it was written, then one that is there. Returns the records that came."""
+    channel, records = SideChannel(), []
+    for name in ("gone", "there"):
+        received, file = Path(folder) / f"received-{name}", Path(folder) / name
+        if world.rank == 2:
+            facts = shards.write_checked(file, [b"x" * 100])
+            if name == "gone":
+                file.unlink()
+            publish.send(channel, file.parent, {"files": {name: facts}})
+        if world.rank == 0:
+            received.mkdir()
+            publish.receive(channel, 2, 2, received)
+            records.append(json.loads((received / "writer-00002.json").read_bytes()))
+    return records
+
+
 def test_a_disk_that_cannot_rename_folders_is_named_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +230,8 @@ def receive(world: World, answer: load.Whole, everyone_sees: bool) -> dict[str, 
 
 
 def test_ranks_save_and_load_together_also_where_one_does_not_see_the_folder(tmp_path: Path) -> None:
-    """And a rank that cannot read the token does not see the folder."""
+    """And a rank that cannot read the token does not see the folder. Finds: a rank that could not read what it had
+    written sent nothing more, and rank 0 waited for half an hour, or died by the next save's bytes."""
     shared, full_disk, damaged = (tmp_path / name for name in ("shared", "full", "damaged"))
     full_disk.mkdir()
     aside = publish.unfinished_folder(full_disk, 21, "t-1")
@@ -224,10 +243,14 @@ def test_ranks_save_and_load_together_also_where_one_does_not_see_the_folder(tmp
         (tmp_path / rank / ".seen").mkdir(parents=True)  # reading it fails, as a file of another user does
     calls = {
         "found": Call(find_in_own, str(tmp_path)),
+        "sent": Call(send_what_is_gone, str(tmp_path)),
         "saved": Call(on_three_ranks, str(shared), str(full_disk), str(damaged)),
     }
     answers = run_calls(calls, 3)
     assert answers["found"] == [[0]] * 3
+    (gone, there), *_ = answers["sent"]
+    assert gone == {"problem": "gone: other bytes have arrived than were sent"}
+    assert there["files"]["there"]["bytes"] == 100
     ranks = answers["saved"]
     first, spoilt, in_the_way, last = ranks[0]["problems"]
     assert (first, last) == (None, None)

@@ -182,10 +182,14 @@ def send(channel: SideChannel, folder: Path, record: Record) -> None:
     message = json.dumps(record).encode()
     for data in (len(message).to_bytes(8, "little"), message):
         channel.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
-    for name in record.get("files", ()):
-        with (folder / name).open("rb") as file:
-            while chunk := file.read(shards.CHUNK_BYTES):
-                channel.send(torch.frombuffer(bytearray(chunk), dtype=torch.uint8), 0)
+    for name, facts in record.get("files", {}).items():
+        for begin in range(0, facts["bytes"], shards.CHUNK_BYTES):
+            chunk = bytearray(min(shards.CHUNK_BYTES, facts["bytes"] - begin))
+            # What cannot be read is sent as zeros: the receiver waits for all of it, and finds that it is not the file.
+            with contextlib.suppress(OSError), (folder / name).open("rb") as file:
+                file.seek(begin)
+                file.readinto(chunk)
+            channel.send(torch.frombuffer(chunk, dtype=torch.uint8), 0)
 
 
 def receive(channel: SideChannel, rank: int, writer: int, folder: Path | None) -> None:
