@@ -269,11 +269,14 @@ def test_a_folder_is_the_jobs_that_wrote_it_last(tmp_path: Path) -> None:
 
 
 def test_of_several_folders_of_a_job_the_newest_is_found(tmp_path: Path) -> None:
+    """Finds: a file of another program beside them, which has this name, was a UnicodeDecodeError."""
     for name, seconds in (("x", 5), ("z", 9), ("y", 7)):
         folder = create(tmp_path / name)
         folder.lock("job")
         folder.close()
         os.utime(folder.path / "job", (seconds, seconds))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "job").write_bytes(b"\xff")
     assert find_own(tmp_path, "job") == tmp_path / "z"
 
 

@@ -246,7 +246,7 @@ class _Appender:
 def is_own(path: Path, job: str | None) -> bool:
     """Returns whether an attempt of this job was the last to write the run in this folder."""
     try:
-        return job is not None and (path / "job").read_text().strip() == job
+        return job is not None and (path / "job").read_text(encoding="utf-8", errors="replace").strip() == job
     except OSError:
         return False
 
