@@ -86,9 +86,14 @@ def test_a_closed_shard_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monke
         (lambda i: i.update(format="other"), "not the index of a paceline dataset"),
         (lambda i: i.update(version=99), "version 99"),
         (lambda i: i.update(tokenizer=5), "damaged"),
+        (lambda i: i.update(origin=[]), "damaged"),
+        (lambda i: i["origin"].update(recipe="x"), "damaged"),
+        (lambda i: i["splits"]["train"]["shards"][0].update(file="\ud800"), "not the name of a file in the folder"),
+        (lambda i: i.update(token_bytes="a\0b"), "not the name of a file in the folder"),
     ],
 )
 def test_a_wrong_index_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+    """Finds: an `origin` that is no object, and a name that no file can have, were an AttributeError and others."""
     path = prepare_small(tmp_path, [range(1, 60), [7] * 20], shard=32) / "index.json"
     content = json.loads(path.read_text())
     change(content)

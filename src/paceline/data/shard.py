@@ -246,9 +246,10 @@ def _parse(content: dict[str, Any]) -> Index:
     token_bytes = content["token_bytes"]
     if token_bytes is not None:
         _require_name(token_bytes)
-    return Index(
-        str(content["name"]), int(content["vocab_size"]), splits, tokenizer, token_bytes, content.get("origin", {})
-    )
+    origin = content.get("origin", {})
+    if not isinstance(origin, dict) or not isinstance(origin.get("recipe") or {}, dict):
+        raise ValueError("`origin` does not say how it was made")
+    return Index(str(content["name"]), int(content["vocab_size"]), splits, tokenizer, token_bytes, origin)
 
 
 Record = TypeVar("Record", ShardRecord, SplitRecord, TokenizerRecord)
@@ -269,5 +270,5 @@ def _checked(record: Record) -> Record:
 
 def _require_name(file: Any) -> None:
     """An index from elsewhere must not name files outside its folder."""
-    if not isinstance(file, str) or Path(file).name != file:
+    if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
         raise ValueError(f"{file!r} is not the name of a file in the folder")
