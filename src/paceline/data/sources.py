@@ -143,12 +143,8 @@ def kept_input(sources: Sources, kept: Path, *, is_begun: bool) -> Sources:
 def open_stored(file: SourceFile) -> Iterator[BinaryIO]:
     """Opens a file's bytes as stored; errors in opening or reading become a UserError naming the file."""
     try:
-        if hub.is_hub(file.path):
-            with hub.open_file(file.path) as stored:
-                yield stored
-        else:
-            with open(file.path, "rb") as stored:
-                yield stored
+        with hub.open_file(file.path) if hub.is_hub(file.path) else open(file.path, "rb") as stored:
+            yield stored
     except UserError:
         raise
     except Exception as error:
