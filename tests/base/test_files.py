@@ -9,6 +9,7 @@ import pytest
 from paceline.base.cache import cache_dir
 from paceline.base.errors import UserError
 from paceline.base.files import exists, replace, set_mode, sync
+from paceline.base.jsonl import open_at_line_end
 
 
 def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(
@@ -79,3 +80,23 @@ def test_a_path_that_cannot_be_looked_at_is_not_absent(tmp_path: Path) -> None:
         assert not exists(tmp_path / absent)
     with pytest.raises(OSError, match="too long"):
         exists(tmp_path / ("x" * 300))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors by /proc")
+def test_a_file_that_cannot_be_read_to_its_end_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds: a descriptor lost at each try to append rows on a disk that is away, until no file could be opened."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("{}\n{")
+    before = len(os.listdir("/proc/self/fd"))
+
+    def away(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.ftruncate", away)
+        for _ in range(3):
+            with pytest.raises(OSError, match="Stale"):
+                open_at_line_end(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(open_at_line_end(path))
+    assert path.read_text() == "{}\n"

@@ -78,9 +78,13 @@ def _row(line: str | bytes) -> Row | None:
 def open_at_line_end(path: Path) -> int:
     """Opens a file to append lines; only the user may read a new one. Removes a last line that a crash cut short."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    begin, line = next(lines_from_end(path), (0, b"\n"))
-    if not line.endswith(b"\n"):
-        os.ftruncate(descriptor, begin)
+    try:
+        begin, line = next(lines_from_end(path), (0, b"\n"))
+        if not line.endswith(b"\n"):
+            os.ftruncate(descriptor, begin)
+    except OSError:  # a disk that is away, which is tried again: it must not cost a descriptor each time
+        os.close(descriptor)
+        raise
     return descriptor
 
 
