@@ -176,6 +176,55 @@ def test_the_loss_of_rank_0s_host_amid_the_last_save_is_a_failure() -> None:
         attempts.run()
 
 
+class Leaving(Obedient):
+    """A connection to a host whose rank fails at once; then the connection ends."""
+
+    num_looks = 0
+
+    def is_lost(self) -> bool:
+        self.num_looks += bool(self.state.reports)
+        return self.num_looks > 1
+
+    def cut(self) -> None:
+        self.greeting = ""
+
+    def status(self) -> int:
+        return EXIT_FAILED
+
+    def problem(self, _: bool) -> str:
+        return ""
+
+
+class Waiting(Obedient):
+    """A connection to a host whose rank ends when it is told to."""
+
+    def send(self, message: dict[str, Any] | None = None) -> None:
+        if place := (message or {}).get("place"):
+            self.rank = str(place["first_rank"])
+            self.state = replace(self.state, attempt=place["attempt"], is_running=True)
+        elif "order" in (message or {}):
+            reports = {self.rank: asdict(Status(1, "lost the other ranks"))}
+            self.state = replace(self.state, is_running=False, reports=reports, exits={self.rank: 1})
+
+
+@pytest.mark.parametrize("leader", ["a", "b"])
+def test_a_host_whose_connection_ends_after_its_ranks_is_lost(leader: str) -> None:
+    """Finds: an AssertionError that ends the run where it had just come back; else rank 0 counts as hanging."""
+    job = Job(command=[], run=Path("run"), least=1, max_restarts=0, grace_s=1.0, timeout_s=1.0)
+    signals = cast(StopSignals, SimpleNamespace(first=None, is_urgent=False))
+    crew = Hosts([NamedHost(name, "1") for name in "ab"], job, Ssh("false", "python", "/"), signals)
+    crew._have_answered = True
+    staying, leaving = Waiting(), Leaving(EXIT_FAILED)
+    crew._trained = [cast(Connection, staying)]
+    for each, connection in zip(crew.nodes, (staying, leaving), strict=True):
+        connection.state = replace(connection.state, newest=5 + (each.name == leader))
+        each.connection, each.has_task = cast(Connection, connection), True
+    ends = crew.run(0)
+    crew._copier.stop()
+    assert ends
+    assert ends.lost == ("b",)
+
+
 def test_an_agent_reports_at_once_where_its_ranks_began_to_train(tmp_path: Path) -> None:
     """Its host may be lost before they end."""
     records, posts = Records(tmp_path), list[dict[str, Any]]()

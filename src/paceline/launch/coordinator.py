@@ -131,6 +131,7 @@ class Hosts:
                 if order != node.order and node.connection:
                     node.order = order
                     node.connection.send({"order": order})
+        lost += [node for node in members if node.connection is None and node not in lost]  # after its ranks' end
         if unfit := self._leave_out(members, lost):
             return Ends(ranks=range(0), reports={}, exits={}, lost=tuple(node.name for node in unfit))
         return self._outcome(members, lost, makes_room)
