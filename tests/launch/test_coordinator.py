@@ -13,7 +13,7 @@ import pytest
 from paceline.base import clock
 from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, RunError
 from paceline.base.process import Status
-from paceline.launch import agent
+from paceline.launch import agent, coordinator
 from paceline.launch.agent import HostRanks, Silence, State
 from paceline.launch.attempts import Attempts
 from paceline.launch.coordinator import Hosts, Job
@@ -223,6 +223,27 @@ def test_a_host_whose_connection_ends_after_its_ranks_is_lost(leader: str) -> No
     crew._copier.stop()
     assert ends
     assert ends.lost == ("b",)
+
+
+def test_a_host_that_comes_back_hears_nothing_before_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds: a sign of life amid the new connection, which its agent reads in place of the task, and it fails."""
+    sent: list[object] = []
+    monkeypatch.setattr(coordinator, "Connection", lambda *_: SimpleNamespace(send=sent.append))
+
+    class Watched(Node):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "connection" and value:
+                crew.send_all()  # as the thread does that tells hosts each second that the coordinator lives
+
+    job = Job(command=[], run=Path("run"), least=1, max_restarts=0, grace_s=1.0, timeout_s=1.0)
+    signals = cast(StopSignals, SimpleNamespace(first=None, is_urgent=False))
+    crew = Hosts([], job, Ssh("false", "python", "/"), signals)
+    back = Watched(NamedHost("a", "1"))
+    back.has_task, crew.nodes, crew._members = True, [back], [back]
+    crew._connect(back)
+    assert back.connection
+    assert not sent
 
 
 def test_an_agent_reports_at_once_where_its_ranks_began_to_train(tmp_path: Path) -> None:

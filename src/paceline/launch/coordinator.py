@@ -207,8 +207,8 @@ class Hosts:
         is_lost = bool(self._members) and not node.is_refused and waited_s > _TRY_AGAIN_S
         if self._signals.first or not (is_lost or waited_s == float("inf")):
             return
+        node.has_task, node.tried_s = False, time.monotonic()  # first: another thread sends to those that have one
         node.connection = Connection(node.name, self._ssh.line(node.name, "paceline.launch.agent"), self._output)
-        node.has_task, node.tried_s = False, time.monotonic()
 
     def _give_task(self, node: Node, connection: Connection, greeting: Greeting) -> None:
         if problem := connection.problem(len(self.nodes) > 1):
