@@ -86,6 +86,37 @@ def test_what_an_ended_rank_had_started_is_waited_for(tmp_path: Path) -> None:
     assert ended.stdout.strip() == "[]", ended.stderr
 
 
+DIES = """
+import os, signal
+os.setsid = lambda: os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
+"""
+NO_PROCESS_LEFT = """
+import os
+fork, server = os.fork, os.getpid()
+def refuse():
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+os.fork = lambda: fork() if os.getpid() == server else refuse()
+"""
+WITHOUT_RANK = """
+import os, sys
+from paceline.launch.signals import StopSignals
+from paceline.launch.warm import WarmServer
+server = WarmServer(("stand_in",), (sys.executable, "-m", "paceline", "--version"))
+print([server.fork(dict(os.environ), StopSignals()) for _ in range(2)])
+server.close()
+"""
+
+
+@pytest.mark.parametrize("stand_in", [DIES, NO_PROCESS_LEFT])
+def test_a_launcher_does_not_wait_for_a_rank_that_never_was(tmp_path: Path, stand_in: str) -> None:
+    """Finds: a rank that is killed before it has answered, or cannot be forked, and a launcher that waits for ever."""
+    (tmp_path / "stand_in.py").write_text(stand_in)
+    command = (sys.executable, "-c", WITHOUT_RANK)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stdout.strip() == "[None, None]", "then ranks are started cold"
+    assert not ended.stderr
+
+
 def wait_until_gone(process: psutil.Process) -> None:
     """A process that ends is running for a moment when its environment, by which `Program` knows it, is gone."""
     deadline = time.monotonic() + 60.0

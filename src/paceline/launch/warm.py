@@ -120,20 +120,31 @@ class WarmServer:
 
 
 def _serve(connection: IO[str]) -> None:
-    """Forks a rank for each request, and returns in that rank. Ends the server when the launcher closes the
-    connection."""
+    """Forks a rank for each request, and returns in that rank. Ends the server when the launcher closes the connection,
+    and if there is no rank: the launcher, which waits for its answer, sees that, and starts it cold."""
     while line := connection.readline():
         request = json.loads(line)
-        child = os.fork()
-        if child:
-            os.waitpid(child, 0)
-        elif os.fork():
-            os._exit(0)  # the rank loses its parent, and becomes the launcher's child
-        else:
+        reader, writer = os.pipe()  # the rank writes there when it has answered
+        try:
+            child = os.fork()
+            if not child and os.fork():
+                os._exit(0)  # the rank loses its parent, and becomes the launcher's child
+        except OSError:  # the system allows no more processes
+            os._exit(0)
+        if not child:
             _become_a_rank(request["launcher"], request["environment"])
             connection.write(f"{os.getpid()}\n")
             connection.close()
+            with contextlib.suppress(OSError):  # the server was killed
+                os.write(writer, b"\n")
+            os.close(reader)
+            os.close(writer)
             return
+        os.close(writer)
+        os.waitpid(child, 0)
+        if not os.read(reader, 1):
+            break
+        os.close(reader)
     os._exit(0)
 
 
