@@ -1,5 +1,6 @@
 """A host at the other end of a connection, with a shell in place of ssh and its agent."""
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import ssh
+from paceline.launch.agent import PREFIX
 
 GREETING = """echo 'paceline-agent {"version": "0.0", "address": "10.0.0.1", "more": 1}'; """
 
@@ -72,6 +74,35 @@ while coordinator.order != "save":
             assert agent.wait(60) == 0
         finally:
             agent.kill()
+
+
+def test_the_state_that_a_host_reports_last_is_its_last_state() -> None:
+    """Finds: a report of each second that reads the records of a slow disk while the ranks end, and comes after their
+    ends: the coordinator then tells ranks of other hosts that these have failed."""
+    code = """
+import threading, time
+from paceline.launch.agent import Coordinator
+begun = threading.Event()
+class Records:
+    def last_step(self):
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            time.sleep(0.2)
+        return 1
+    def newest_checkpoint(self): ...
+coordinator = Coordinator()
+coordinator.post(Records(), is_running=True)
+begun.wait()
+coordinator.post(is_running=False)
+time.sleep(0.4)
+"""
+    environment = {**os.environ, "PACELINE_AGENT_ADDRESS": "127.0.0.1"}
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe) as agent:
+        assert agent.stdout
+        states = [json.loads(line.removeprefix(PREFIX)) for line in agent.stdout]
+    is_running = [state["is_running"] for state in states if state]
+    assert is_running.index(False) == is_running.count(True)
 
 
 def test_a_follower_of_the_records_holds_no_connection_open(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class Coordinator:
         self.was_silent = False
         self._state: State | None = None
         self._records: Records | None = None
-        self._lock = threading.Lock()
+        self._lock, self._reporting = threading.Lock(), threading.Lock()
         self._in, self._out = os.dup(0), os.dup(1)
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)  # ranks read there, and what they start: ffmpeg would take our messages
@@ -121,10 +121,11 @@ class Coordinator:
         self._pump.join(2.0)
 
     def _send(self) -> None:
-        state, records = self._state, self._records
-        if state and records:
-            state = dataclasses.replace(state, step=records.last_step(), newest=records.newest_checkpoint())
-        self._write(PREFIX + json.dumps(asdict(state) if state else {}).encode() + b"\n")
+        with self._reporting:  # reading the records takes time: a state must not overtake the one after it
+            state, records = self._state, self._records
+            if state and records:
+                state = dataclasses.replace(state, step=records.last_step(), newest=records.newest_checkpoint())
+            self._write(PREFIX + json.dumps(asdict(state) if state else {}).encode() + b"\n")
 
     def _write(self, line: bytes) -> None:
         with self._lock, contextlib.suppress(OSError):
