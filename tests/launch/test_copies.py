@@ -4,6 +4,8 @@ import fcntl
 import io
 import json
 import shutil
+import subprocess
+import sys
 import tarfile
 import time
 from pathlib import Path
@@ -105,6 +107,19 @@ def test_a_copy_is_sent_where_the_limit_of_open_files_stays(tmp_path: Path, monk
             monkeypatch.undo()
         copies.receive(tmp_path / "b", 7, io.BytesIO(stream.getvalue()))
         assert folder.name in checkpoints(tmp_path / "b")
+
+
+def test_a_sender_leaves_it_to_the_receiver_to_say_why_it_has_ended(tmp_path: Path) -> None:
+    """Finds: "Broken pipe" where the disk of the receiver is full."""
+    saved(tmp_path / "a", 7)
+    (tmp_path / "a" / "metrics.jsonl").write_text("{}\n" * 100_000)  # more than a pipe holds
+    command, pipe = [sys.executable, "-m", "paceline.launch.copies", "send", str(tmp_path / "a"), "7"], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as sender:
+        assert sender.stdout
+        assert sender.stderr
+        sender.stdout.close()
+        assert not sender.stderr.read()
+        assert sender.wait() == 0
 
 
 def test_a_damaged_or_unfinished_copy_is_absent(tmp_path: Path) -> None:

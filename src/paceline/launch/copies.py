@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.base.files import replace, sha256_of, sync
-from paceline.base.process import say
+from paceline.base.process import discard_output, say
 from paceline.launch.restarts import Records
 
 _RECORDS = ("config.toml", "tokenizer.json", "metrics.jsonl", "ranks.jsonl", "events.jsonl", "job", "storage.json")
@@ -182,6 +182,8 @@ def main(arguments: list[str]) -> int:
     deed: Any = {"send": partial(send, stream=sys.stdout.buffer), "receive": partial(receive, stream=sys.stdin.buffer)}
     try:
         deed[verb](Path(run), int(step))
+    except BrokenPipeError:  # the receiver has ended, and has said why
+        discard_output()
     except (Damaged, OSError, tarfile.TarError, ValueError, KeyError) as error:
         say(str(error))
         return 1
