@@ -181,7 +181,10 @@ class World:
             numbers = self._numbers(value, _ALIKE)
             return exact_sum(numbers) if op == "sum" else max(numbers, key=lambda number: (math.isnan(number), number))
         self._of_alike(0, _kind(value.dtype, value.shape), _ALIKE)
-        return self._all_reduced(value, op)
+        reduced = self._all_reduced(value, op)
+        if op == "max" and value.is_floating_point():  # the backends keep or lose a NaN by the rank that has it
+            reduced[self._all_reduced(value.isnan(), op).bool()] = math.nan
+        return reduced
 
     def _all_reduced(self, value: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         sent_as = {torch.bool: torch.int64 if op == "sum" else torch.uint8, torch.int16: torch.int32}  # as Gloo can
