@@ -235,8 +235,8 @@ MUTATIONS = (
     Mutation(
         "what the user must change is tried again",
         "launch/attempts.py",
-        "if ended.status not in (EXIT_FAILED, _INTERRUPTED):",
-        "if ended.status not in (EXIT_FAILED, EXIT_USER, _INTERRUPTED):",
+        "if ended.status not in (EXIT_FAILED, EXIT_INTERRUPTED):",
+        "if ended.status not in (EXIT_FAILED, EXIT_USER, EXIT_INTERRUPTED):",
         "launch/test_restarts.py::test_what_the_user_must_change_is_not_tried_again",
     ),
     Mutation(

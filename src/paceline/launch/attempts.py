@@ -10,12 +10,10 @@ from typing import Protocol
 
 from paceline.base import units
 from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, RunError
-from paceline.base.process import say
+from paceline.base.process import EXIT_INTERRUPTED, say
 from paceline.launch.ends import Ended, Ends, how_it_ended
 from paceline.launch.restarts import Failure, delay_s, is_loop
 from paceline.launch.signals import StopSignals
-
-_INTERRUPTED = 130  # exit status of a rank that Ctrl-C ended
 
 
 class Progress(Protocol):
@@ -58,7 +56,7 @@ class Attempts:
             attempt += 1
             if ended is None:
                 continue
-            if ended.status not in (EXIT_FAILED, _INTERRUPTED):
+            if ended.status not in (EXIT_FAILED, EXIT_INTERRUPTED):
                 if number := len(self._failures):
                     say(f"{units.plural(number, 'restart')}; {self._num_repeated} steps were made twice")
                 return ended.status
