@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from paceline import __version__
+from paceline.base.process import namespace
 from paceline.base.units import listed
 from paceline.world.env import Environment, interfaces_text, is_loopback, transfer_address
-from paceline.world.peer import Peer, network_id, this_process
+from paceline.world.peer import Peer, this_process
 
 _SLOW = "If a host still prepares its data, give a longer --parallel.timeout-s"
 
@@ -41,7 +42,7 @@ def this_rank(env: Environment, interface: str, backend: str, device: str, probl
         peer=this_process(env),
         world_size=env.world_size,
         job=env.job,
-        network=network_id(),
+        network=namespace("net"),
         address=transfer_address(named),
         interfaces=interfaces_text(),
         backend=backend,

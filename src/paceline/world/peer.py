@@ -59,8 +59,3 @@ def _cores() -> str:
     machine's."""
     machine = namespace("pid") if math.isfinite(cgroup_quota()) else namespace("pid").split()[0]
     return f"{machine} {sum(1 << core for core in physical_cores()):x}"
-
-
-def network_id() -> str:
-    """Returns a text that is equal for processes that share loopback."""
-    return namespace("net")

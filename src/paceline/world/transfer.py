@@ -23,17 +23,13 @@ _MOST_KEPT = 1 << 15
 Messages = Mapping[int, torch.Tensor]  # by the other rank's number
 
 
-def nothing() -> None:
-    """Does nothing."""
-
-
 class Transfer:
     """A collective under way. The group sets `finish`."""
 
     def __init__(self, clock: DeviceClock):
         self.start: Stamp = clock.stamp()
         self.end: Stamp | None = None
-        self.finish: Callable[[], None] = nothing  # returns when the result may be used
+        self.finish: Callable[[], None] = lambda: None  # returns when the result may be used
         self._clock = clock
 
     @property
