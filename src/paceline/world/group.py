@@ -38,7 +38,7 @@ from paceline.world.transfer import (
 from paceline.world.verbs import Group, ReduceOp
 
 __all__ = ["DistributedGroup", "Group", "PeerLost", "ReduceOp", "SideChannel", "Traffic", "Transfer", "from_rank_0"]
-_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _LEAST_BYTES_BY_LEVELS = 1 << 16  # of an all-reduce; a smaller one takes the time of its latency
 SPEAKS_FIRST_S = 5.0  # collectives time out this much later than the watchdog, which knows who is missing
 LocalGroup = Group  # of a world of one
@@ -47,9 +47,7 @@ LocalGroup = Group  # of a world of one
 class DistributedGroup(Group):
     """All ranks of torch.distributed's default process group."""
 
-    def __init__(
-        self, device: torch.device, timeout_s: float = 300.0, hosts: Sequence[str] = (), *, is_staged: bool = False
-    ):
+    def __init__(self, device: torch.device, timeout_s: float, hosts: Sequence[str], *, is_staged: bool = False):
         """timeout_s: the timeout that the process group was opened with. hosts: the name of each rank's host.
         is_staged: Gloo sends no GPU's memory, so each tensor passes through host memory, and copies wait for the GPU.
         """
@@ -67,7 +65,7 @@ class DistributedGroup(Group):
         if self._control is not None:
             self._control.set_timeout(timedelta(seconds=timeout_s))  # torch gives it half an hour
         self.beside: list[dist.ProcessGroup] = []  # of some ranks, which torch's `fully_shard` uses
-        self.hosts = Hosts.of(hosts or [""] * self.size)
+        self.hosts = Hosts.of(hosts)
         self._exchanges = Exchanges(_post)
         self._under_way: set[futures.Future[None]] = set()  # what threads of this process carry
         self._gloo, self._cpu_s = GlooThreads(), 0.0

@@ -12,7 +12,7 @@ from paceline.world.device_clock import DeviceClock
 from paceline.world.errors import lost_peers_named
 from paceline.world.transfer import Messages, Queued, Traffic, Transfer
 
-ReduceOp = Literal["sum", "min", "max"]
+ReduceOp = Literal["sum", "max"]
 
 
 class Group:
