@@ -9,6 +9,7 @@ import pickle
 import random
 import re
 import socket
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -19,12 +20,13 @@ import psutil
 import pytest
 import torch
 from ranks import FORKS
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
-from paceline.base.errors import PacelineError
+from paceline.base.errors import PacelineError, RunError
 from paceline.world import alike, peer, process_group, rendezvous
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
+from paceline.world.errors import PeerLost
 from paceline.world.runtime import World, open_world
 
 NUM_RESTARTS = 5
@@ -285,3 +287,27 @@ def test_restarts_need_no_agent(agents_store: TCPStore) -> None:
     killed, _ = complete(*envs)
     killed.kill()
     assert [row[3] for row in Ranks(*envs).ended()] == [2.0, 2.0]
+
+
+def test_a_rank_that_died_with_the_store_of_the_open_group_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds: a traceback of torch's in the other ranks, where rank 0 died between init_process_group and join."""
+    monkeypatch.setattr(process_group, "_num_joined", 0)
+    held = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    store = TCPStore("127.0.0.1", held[0].port, is_master=False, wait_for_workers=False)
+
+    def die() -> None:
+        while not held[0].check(["paceline/1/peer/1"]):
+            time.sleep(0.01)
+        held.clear()
+
+    dies = threading.Thread(target=die)
+    dies.start()
+    with pytest.raises(PeerLost, match=r"rank 1 lost the other ranks during paceline.join: "):
+        process_group.join_open_group(store, 1, 2, 60.0)
+    dies.join()
+
+
+def test_ranks_that_do_not_join_an_open_group_in_time_are_named() -> None:
+    """Mutation: the ranks that came are named as missing."""
+    with pytest.raises(RunError, match="rank 0, 2 of 3 did not come to paceline"):
+        process_group.join_open_group(HashStore(), 1, 3, 0.1)

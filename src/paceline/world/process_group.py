@@ -19,6 +19,7 @@ from paceline.base.process import die_with_parent
 from paceline.base.units import listed
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment, check_interface
+from paceline.world.errors import lost_peers_named
 from paceline.world.group import DistributedGroup, Group, LocalGroup
 from paceline.world.peer import Peer, this_process
 from paceline.world.rendezvous import Joined, join_world
@@ -38,19 +39,21 @@ def store_of_open_group() -> Store:
 
 def join_open_group(store: Store, rank: int, world_size: int, timeout_s: float) -> tuple[Environment, Joined]:
     """Returns this rank's environment and the world of an open process group; each rank posts a record in its store.
-    Raises RunError, naming the missing ranks, after `timeout_s`."""
+    Raises RunError, naming the missing ranks, after `timeout_s`; PeerLost if the store is gone."""
     global _num_joined
     _num_joined += 1  # all ranks join equally often
     root = PrefixStore(f"paceline/{_num_joined}", store)
     names = [f"peer/{other}" for other in range(world_size)]
     env = Environment(rank=rank, world_size=world_size, local_world_size=world_size, master_addr="the open group")
-    post(root, names[rank], {"nonce": secrets.token_hex(12), "peer": asdict(this_process(env))})
-    try:
-        root.wait(names, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        missing = [other for other, name in enumerate(names) if read(root, name) is None]
-        raise RunError(f"rank {listed(missing, 16)} of {world_size} did not come to paceline.join in time") from error
-    records = [read(root, name) for name in names]
+    with lost_peers_named(rank, "paceline.join"):  # the store has gone with its rank
+        post(root, names[rank], {"nonce": secrets.token_hex(12), "peer": asdict(this_process(env))})
+        try:
+            root.wait(names, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            missing = [other for other, name in enumerate(names) if read(root, name) is None]
+            who = f"rank {listed(missing, 16)} of {world_size}"
+            raise RunError(f"{who} did not come to paceline.join in time") from error
+        records = [read(root, name) for name in names]
     generation = records[0]["nonce"]
     peers = [Peer(**row["peer"]) for row in records]
     here = [peer.rank for peer in peers if peer.boot_id == peers[rank].boot_id]
