@@ -533,6 +533,18 @@ def test_who_is_missing_is_named(tmp_path: Path, task: Task, signals: list[int],
         assert not re.search(rf"^rank {other} ", said, re.MULTILINE)
 
 
+def test_a_large_world_looks_at_its_clock_as_often() -> None:
+    """Finds: above 1,024 ranks a clock that counts one second of each two, and timeouts that take as much longer."""
+    looks: list[float] = []
+    for num_ranks in (8, 8192):
+        world: Any = SimpleNamespace(rank=1, peers=[None] * num_ranks, group=None, store=None)
+        watchdog = Watchdog(world, timeout_s=120.0, on_verdict=lambda _: None)
+        closed: Any = SimpleNamespace(wait=lambda seconds: looks.append(seconds) or True)
+        watchdog._closed = closed
+        watchdog._watch()
+    assert looks == [0.25, 0.25]
+
+
 # ---- who is killed ----
 
 

@@ -139,7 +139,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Ends this process if it must end; returns when the watchdog is closed."""
-        while not self._closed.wait(self._beat_s() / 4):
+        while not self._closed.wait(min(self._beat_s(), _BEAT_S) / 4):  # also where beats are rarer: for the clock
             now = self._clock.now()
             progress = (self._place, self._calls and self._calls.number, self._group.waiting_for)
             if progress != self._seen[0]:
