@@ -9,7 +9,6 @@ coordinator's machine is off) they have 15 s for that, because other hosts may b
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import select
@@ -24,6 +23,7 @@ from typing import Any
 from paceline import __version__
 from paceline.base.clock import AwakeClock
 from paceline.base.errors import EXIT_RESUMABLE, EXIT_USER
+from paceline.base.locks import file_lock
 from paceline.base.net import LOOPBACK, listen
 from paceline.base.process import OVER_SSH, say
 from paceline.launch.attempt import Order, Place
@@ -225,14 +225,10 @@ def _order(coordinator: Coordinator, ranks: HostRanks, records: Records) -> Orde
 def _wait_for_writer(run: Path) -> None:
     """Returns when no copy of a checkpoint is being given its name in this folder any more (copies.py), or after some
     seconds: then another run writes there, and rank 0 says which, as it does of a lock that cannot be taken."""
-    until_s = time.monotonic() + _COPY_ENDS_S
-    with contextlib.suppress(OSError), (run / "lock").open("rb+") as file:
-        while time.monotonic() < until_s:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                time.sleep(_LOOK_EVERY_S)
+    with contextlib.suppress(OSError):  # which filelock.Timeout is, too
+        if (run / "lock").exists():
+            with file_lock(run / "lock", mode=0o600, timeout=_COPY_ENDS_S, poll_interval=_LOOK_EVERY_S):
+                pass
 
 
 def main() -> int:
