@@ -11,14 +11,14 @@ from typing import Any, cast
 import pytest
 
 from paceline.base import clock
-from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, RunError
+from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, RunError, UserError
 from paceline.base.process import Status
 from paceline.launch import agent, coordinator
-from paceline.launch.agent import HostRanks, Silence, State
+from paceline.launch.agent import Greeting, HostRanks, Silence, State
 from paceline.launch.attempts import Attempts
 from paceline.launch.coordinator import Hosts, Job
 from paceline.launch.ends import how_it_ended
-from paceline.launch.nodes import Node, order_for, ranked
+from paceline.launch.nodes import Node, check_answers, order_for, ranked
 from paceline.launch.options import NamedHost
 from paceline.launch.restarts import Records
 from paceline.launch.signals import StopSignals
@@ -45,6 +45,19 @@ def test_the_newest_checkpoint_has_rank_0_then_the_last_one_that_had_it_then_the
     assert [each.name for each in ranked([a, b, c], c)] == ["c", "a", "b"]
     assert [each.name for each in ranked([a, b, c], a)] == ["b", "a", "c"]
     assert ranked([a], None) == [a]
+
+
+def test_hosts_that_cannot_be_used_are_not_taken_for_one(capfd: pytest.CaptureFixture[str]) -> None:
+    """Finds: two hosts that ssh reached at no address, for which `--min-hosts` refuses the run: "name it once"."""
+    hosts = [node(name, None) for name in "abc"]
+    for each, address in zip(hosts, ("10.0.0.1", "", ""), strict=True):
+        each.connection.greeting = Greeting("", address)  # type: ignore[union-attr]
+        each.problem = "" if address else "ssh reached it at ''"
+    check_answers(hosts, 1)
+    assert capfd.readouterr().err.count("warning: cannot start on ") == 2
+    hosts[1].problem, hosts[1].connection.greeting = "", Greeting("", "10.0.0.1")  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="two names lead to one host"):
+        check_answers(hosts, 1)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def check_answers(nodes: Sequence[Node], least: int) -> None:
         raise UserError("cannot start on " + "; ".join(problems))
     for problem in problems:
         say(f"warning: cannot start on {problem}")
-    greetings = {node.name: node.connection.greeting for node in nodes if node.connection}
+    greetings = {node.name: node.connection.greeting for node in nodes if node.connection and not node.problem}
     addresses = {name: greeting.address for name, greeting in greetings.items() if greeting}
     if len(set(addresses.values())) < len(addresses):
         both = ", ".join(f"{name} is {address}" for name, address in addresses.items())
