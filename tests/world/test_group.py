@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -535,15 +536,30 @@ def ask_rank_0_among_ranks(world: World) -> list[Any]:
     return ask_rank_0(world.group)
 
 
+def frees_what_it_has_reduced(world: World) -> bool:
+    tensor = torch.ones(1000)
+    world.group.all_reduce(tensor)
+    gone, deadline = weakref.ref(tensor), time.monotonic() + 10.0
+    del tensor
+    while gone() is not None and time.monotonic() < deadline:  # Gloo's thread has it a moment longer
+        time.sleep(0.01)
+    return gone() is None
+
+
 @pytest.fixture(scope="module")
 def on_two_ranks() -> dict[str, list[Any]]:
-    calls = (exchanges_and_meets, policies, ask_rank_0_among_ranks)
+    calls = (exchanges_and_meets, policies, ask_rank_0_among_ranks, frees_what_it_has_reduced)
     return run_calls({call.__name__: Call(call) for call in calls}, 2)
 
 
 def test_a_barrier_ends_the_exchanges_before_it(on_two_ranks: dict[str, list[Any]]) -> None:
     """So a rank that leaves after it, and closes its connections, breaks no transfer."""
     assert on_two_ranks["exchanges_and_meets"] == [["an exchange"]] * 2
+
+
+def test_what_was_reduced_is_freed(on_two_ranks: dict[str, list[Any]]) -> None:
+    """Finds: a script without a Replica whose `world.sum` of a tensor costs that tensor's memory at each call."""
+    assert on_two_ranks["frees_what_it_has_reduced"] == [True, True]
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")

@@ -239,7 +239,14 @@ class DistributedGroup(Group):
                 work = begin(tensor)
             assert work is not None
             work.get_future().add_done_callback(lambda _: transfer.record_end())
-            return self._counted(transfer, num_bytes, name, work.wait)
+            works = [work]  # emptied: torch's work keeps its tensors, and what has been counted keeps the transfer
+
+            def finish() -> None:
+                if works:  # not for a second wait
+                    works[0].wait()
+                    works.clear()
+
+            return self._counted(transfer, num_bytes, name, finish)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream), lost_peers_named(self.rank, name):
