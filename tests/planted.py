@@ -2129,9 +2129,16 @@ MUTATIONS = (
     Mutation(
         "text that is read often has the weight decay of one pass",
         "train/size.py",
-        "of_one_pass * (1.0 + _DECAY_OF_A_PASS *",
-        "of_one_pass * (1.0 + 0.0 *",
+        "more = _DECAY_OF_A_PASS *",
+        "more = 0.0 *",
         "train/test_resolve.py::test_size_auto_takes_more_decay_for_more_passes",
+    ),
+    Mutation(
+        "a large model has the weight decay of a small one",
+        "train/size.py",
+        "math.cbrt(parameters_of_a_token)",
+        "2.0",
+        "train/test_resolve.py::test_decay_for_eight_passes_over_little_text_is_what_was_measured",
     ),
     Mutation(
         "the batch that is chosen is smaller than the micro-batch that is given",

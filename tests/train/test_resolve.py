@@ -16,8 +16,10 @@ from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.config import Config
 from paceline.model import cost
+from paceline.model.config import ModelConfig
 from paceline.model.gpt import build
 from paceline.train.resolve import Settings, out_of_memory, resolve
+from paceline.train.size import decay_for
 from paceline.world.facts import RankFacts
 
 SEQ_LEN = 64
@@ -261,17 +263,26 @@ def _times_as_much(settings: Settings) -> float:
     return float(said[0][1]) if said else 0.0
 
 
-@pytest.mark.parametrize(("passes", "decay"), [(0.5, 0.1), (1.0, 0.1), (3.0, 1.3), (8.0, 4.3), (100.0, 6.7)])
-def test_size_auto_takes_more_decay_for_more_passes(passes: float, decay: float) -> None:
+@pytest.mark.parametrize(("passes", "more"), [(0.5, 0), (1.0, 0), (3.0, 6), (8.0, 21), (100.0, 33)])
+def test_size_auto_takes_more_decay_for_more_passes(passes: float, more: float) -> None:
     """Mutation: the decay of one pass for any number, with which eight passes are worse than three."""
     config = Config().replace("model", size="auto").replace("train", time_budget=100.0)
     chosen = resolve(config, 4096, [FACTS], 1e12)
     tokens = chosen.config.train.time_budget * 1e12 / cost.flops_per_token(chosen.config.model, config.data.seq_len)
     chosen = resolve(config, 4096, [FACTS], 1e12, round(tokens / passes))
+    parameters = cost.num_parameters(replace(chosen.config.model, vocab_size=4096)).non_embedding
+    decay = 0.1 + 0.1 * more * (parameters * passes / tokens) ** (1 / 3)
     assert chosen.weight_decay == chosen.config.optim.weight_decay == pytest.approx(decay, rel=1e-3)
     assert resolve(chosen.config, 4096, [FACTS], 1e12, 10).weight_decay == chosen.weight_decay, "a resume keeps it"
     said = [choice.what for choice in chosen.choices if choice.flag == "--model.size given"]
-    assert ("weight decay 0.1 ->" in said[0]) == (decay > 0.1)
+    assert ("weight decay 0.1 ->" in said[0]) == bool(more)
+
+
+@pytest.mark.parametrize(("layers", "best"), [(2, 4.1), (3, 5.7), (4, 8.0)])
+def test_decay_for_eight_passes_over_little_text_is_what_was_measured(layers: int, best: float) -> None:
+    """Mutation: one decay for all sizes. By parabolas through four decays (docs/log/ablations.md)."""
+    shape = ModelConfig(arch="llama", n_layer=layers, n_head=layers, n_embd=64 * layers, vocab_size=512)
+    assert decay_for(0.1, 8.0, cost.num_parameters(shape).non_embedding / 61_000) == pytest.approx(best, rel=0.1)
 
 
 @pytest.mark.parametrize(

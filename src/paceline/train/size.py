@@ -12,9 +12,10 @@ _HEAD_WIDTH = 64
 # Set by a few runs (docs/LOG.md, 2026-11-23):
 _LAYERS, _LAYERS_FLOPS = 2.2, 1.5e13  # so many layers for these FLOPs
 _BATCH_OF_TOKENS = 2.0  # tokens in a step over the square root of all tokens
-# Text that is read again is learnt by heart; decay holds that up. 0.1 is best for one pass, 1 or more for three, 3 to 5
-# and more for eight and ten (docs/log/2026.md, 2026-11-28; also arXiv 2509.14786, section 3).
-_DECAY_OF_A_PASS = 6.0  # added for each pass after the first, over the decay of one pass
+# Text that is read again is learnt by heart, by large models sooner; decay holds that up. 0.1 is best for one pass. For
+# eight passes over 61,000 tokens it is about 4 for 2 x 128, 6 for 3 x 192 and 8 for 4 x 256, as the cube root of 7, 23
+# and 54 parameters a token (docs/log/ablations.md; also arXiv 2509.14786, section 3).
+_DECAY_OF_A_PASS = 3.0  # added for each pass after the first, over the decay of one pass, at one parameter a token
 _MOST_PASSES = 12  # measured up to here
 _NEARLY_ALL = 0.8  # of the passes
 _MORE_LAYERS = 2  # for text that is too short for the time (docs/log/ablations.md); measured up to here
@@ -67,7 +68,8 @@ def sized(
         )
     train = replace(train, global_batch_size=batch, global_batch_tokens=0)
     passes = tokens / data_tokens if data_tokens else 1.0
-    decay = decay_for(config.optim.weight_decay, passes)
+    num_parameters = cost.num_parameters(replace(model, vocab_size=model.vocab_size or vocab_size)).non_embedding
+    decay = decay_for(config.optim.weight_decay, passes, num_parameters / max(1, data_tokens))
     if decay != config.optim.weight_decay:
         shape += f", weight decay {config.optim.weight_decay:g} -> {decay:.2g}"
         why += f", {passes:.1f} passes over the data"
@@ -79,6 +81,8 @@ def _layers(flops: float) -> int:
     return max(2, round(_LAYERS * math.pow(flops / _LAYERS_FLOPS, 1 / 6)))
 
 
-def decay_for(of_one_pass: float, passes: float) -> float:
-    """Returns the weight decay for so many passes over the data."""
-    return of_one_pass * (1.0 + _DECAY_OF_A_PASS * max(0.0, min(passes, _MOST_PASSES) - 1.0))
+def decay_for(of_one_pass: float, passes: float, parameters_of_a_token: float) -> float:
+    """Returns the weight decay for so many passes over the data. parameters_of_a_token: those outside embeddings over
+    the tokens of a pass."""
+    more = _DECAY_OF_A_PASS * math.cbrt(parameters_of_a_token) * max(0.0, min(passes, _MOST_PASSES) - 1.0)
+    return of_one_pass * (1.0 + more)
