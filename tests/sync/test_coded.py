@@ -114,7 +114,8 @@ def ranks(folder: Path) -> dict[str, list[Any]]:
     calls = {each.__name__: Call(each) for each in (on_ranks, dropped, scaled, unscaled, skipping)}
     calls |= {f"saving {wire}": Call(saving, folder / wire, wire, optimizer) for wire, optimizer in SAVED}
     calls |= {f"resuming {wire}": Call(resuming, folder / wire, wire, optimizer) for wire, optimizer in SAVED}
-    return run_calls(calls | {"resuming as exact": Call(resuming, folder / "int8", "exact", "muon")}, 2)
+    calls["resuming as exact"] = Call(resuming, folder / "int8", "exact", "muon")
+    return run_calls(calls | {"after_local": Call(after_local, folder / "local")}, 2)
 
 
 @pytest.mark.parametrize(("wire", "optimizer"), CASES)
@@ -218,6 +219,30 @@ def test_a_resumed_run_goes_on_bit_for_bit(ranks: dict[str, list[Any]], wire: st
         assert again == after
         assert kept.keys() == restored.keys()
         assert all(tensor.equal(restored[item]) for item, tensor in kept.items())
+
+
+def after_local(world: World, folder: Path) -> tuple[float, dict[str, float]]:
+    """Returns what messages of strategy local had too much, and what those of zero have after a restore from it."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    local = Replica(net, optimizer, world, strategy="local", wire="int4", sync_every=2)
+    trained(local, 4)
+    checkpoints = Checkpoints(folder, net=local)
+    checkpoints.save()
+    checkpoints.finish()
+    left = sum(float(kept.abs().sum()) for item, kept in wire_state(local).items() if "wire.excess" in item.name)
+    zero = made(world, "int4", "adamw")
+    assert Checkpoints(folder, net=zero).restore()
+    restored = {item.name: kept for item, kept in wire_state(zero).items() if "wire.excess" in item.name}
+    return left, {name: float(kept.abs().max()) for name, kept in restored.items()}
+
+
+def test_gradients_begin_without_what_messages_of_weights_had_too_much(ranks: dict[str, list[Any]]) -> None:
+    """Finds: what local's messages of weights had too much is subtracted from zero's gradients, once for each rank."""
+    for left, restored in ranks["after_local"]:
+        assert left > 0
+        assert restored
+        assert set(restored.values()) == {0.0}
 
 
 def resuming_each(world: World, folder: Path) -> dict[str, Any]:

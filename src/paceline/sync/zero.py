@@ -25,7 +25,7 @@ from paceline.sync.buckets import Bucket, BucketedSync
 from paceline.sync.codec import of_wire
 from paceline.sync.hooks import ModuleHook
 from paceline.sync.layout import backward_order, divided
-from paceline.sync.owned import OwnedBucket
+from paceline.sync.owned import EXCESS, REPLICA, OwnedBucket
 from paceline.sync.strategy import Fetch
 from paceline.world.group import Group, Transfer
 
@@ -136,8 +136,9 @@ class ShardedSync(BucketedSync):
 
     def _is_for_this_rank(self, stored: str) -> bool:
         name, _, key = stored.rpartition("/")
-        sender = int(key.partition("-")[2] or self._group.rank)
-        return name in self._trained and key.startswith("wire.") and sender % self._group.size == self._group.rank
+        is_excess = key.startswith(EXCESS)  # of gradients, unlike local's
+        is_here = is_excess and int(key.removeprefix(EXCESS)) % self._group.size == self._group.rank
+        return name in self._trained and (key == REPLICA or is_here)
 
     def _launch(self, bucket: Bucket) -> Transfer:
         assert isinstance(bucket, OwnedBucket)
