@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import Call, run_calls, run_ranks
@@ -445,6 +446,37 @@ def test_state_of_other_shapes_and_by_group_is_kept(world: World, tmp_path: Path
     other = stacked(world, 1, make)
     Checkpoints(tmp_path, net=other).restore()
     assert stacked_steps(other) == wanted
+
+
+class OfNumpy(torch.optim.Optimizer):
+    """Its settings are numbers of numpy and tensors."""
+
+    def __init__(self, parameters: Any, lr: float = 0.02, slowness: float = 0.9):
+        super().__init__(parameters, {"lr": np.float32(lr), "betas": (torch.tensor(slowness), np.float64(0.5))})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            slowness, part = group["betas"]
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["mean"] = state.get("mean", 0.0) * slowness + parameter.grad * float(part)
+                parameter.sub_(state["mean"], alpha=float(group["lr"]))
+
+
+def test_settings_that_are_numbers_of_numpy_and_torch_are_kept(world: World, tmp_path: Path) -> None:
+    """Finds: a learning rate of numpy that a checkpoint leaves out without a word, and betas that fail each save."""
+    one = stacked(world, 0, lambda parameters: OfNumpy(parameters, 0.05, 0.7))
+    stacked_steps(one)
+    checkpoints = Checkpoints(tmp_path, net=one)
+    checkpoints.save()
+    checkpoints.finish()
+    wanted = stacked_steps(one)
+    other = stacked(world, 1, OfNumpy)
+    slowness = other.param_groups()[0]["betas"][0]
+    Checkpoints(tmp_path, net=other).restore()
+    assert stacked_steps(other) == wanted
+    assert other.param_groups()[0]["betas"][0] is slowness, "a tensor is filled, since the script may hold it"
 
 
 def test_state_by_group_is_refused_when_the_replica_is_made(world: World) -> None:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from paceline.base import seeds
@@ -236,10 +237,7 @@ class ReplicaContents:
                 for key, value in settings.items():
                     if key in HOW_COMPUTED:  # the script's, which may run on another device
                         continue
-                    if isinstance(group.get(key), torch.Tensor):
-                        group[key].fill_(value)
-                    else:
-                        group[key] = tuple(value) if isinstance(value, list) else value
+                    group[key] = _restored(group.get(key), value)
         replica.num_steps, replica.total_before = kept["num_steps"], kept["total_before"]
         if replica.scaler.is_dynamic and kept["scaler"].get("is_dynamic"):  # else the dtype has changed
             replica.scaler = LossScaler(**kept["scaler"])
@@ -264,13 +262,26 @@ def _by_parameter(names: Sequence[str], sources: Sequence[str]) -> dict[str, lis
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value.item() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if isinstance(value, int | float | str | list | tuple | torch.Tensor | None)
-        and key != "params"
-        and not (isinstance(value, torch.Tensor) and value.numel() != 1)
-    }
+    """Returns the settings that JSON can hold, numbers of torch and numpy as Python's."""
+    settings = {key: _as_python(value) for key, value in group.items() if key != "params"}
+    return {key: value for key, value in settings.items() if isinstance(value, int | float | str | list | None)}
+
+
+def _as_python(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_python(item) for item in value]
+    is_number = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return value.item() if is_number else value
+
+
+def _restored(here: Any, value: Any) -> Any:
+    """Returns a setting as a checkpoint has it; a tensor that is here is filled."""
+    if isinstance(here, torch.Tensor):
+        return here.fill_(value)
+    if isinstance(value, list):
+        items_here = here if isinstance(here, list | tuple) and len(here) == len(value) else [None] * len(value)
+        return tuple(map(_restored, items_here, value))
+    return value
 
 
 def _position(share: Share, begun: BegunFrom | None) -> dict[str, Any]:
