@@ -449,7 +449,7 @@ def test_state_of_other_shapes_and_by_group_is_kept(world: World, tmp_path: Path
 
 
 class OfNumpy(torch.optim.Optimizer):
-    """Its settings are numbers of numpy and tensors."""
+    """Its settings are numbers of numpy and tensors; its state has the name of one of strategy local's."""
 
     def __init__(self, parameters: Any, lr: float = 0.02, slowness: float = 0.9):
         super().__init__(parameters, {"lr": np.float32(lr), "betas": (torch.tensor(slowness), np.float64(0.5))})
@@ -460,12 +460,13 @@ class OfNumpy(torch.optim.Optimizer):
             slowness, part = group["betas"]
             for parameter in group["params"]:
                 state = self.state[parameter]
-                state["mean"] = state.get("mean", 0.0) * slowness + parameter.grad * float(part)
-                parameter.sub_(state["mean"], alpha=float(group["lr"]))
+                state["outer"] = state.get("outer", 0.0) * slowness + parameter.grad * float(part)
+                parameter.sub_(state["outer"], alpha=float(group["lr"]))
 
 
-def test_settings_that_are_numbers_of_numpy_and_torch_are_kept(world: World, tmp_path: Path) -> None:
-    """Finds: a learning rate of numpy that a checkpoint leaves out without a word, and betas that fail each save."""
+def test_settings_of_numpy_and_state_of_any_name_are_kept(world: World, tmp_path: Path) -> None:
+    """Finds: a learning rate of numpy that a checkpoint leaves out without a word, betas that fail each save, and a
+    state `outer` that a restore leaves out."""
     one = stacked(world, 0, lambda parameters: OfNumpy(parameters, 0.05, 0.7))
     stacked_steps(one)
     checkpoints = Checkpoints(tmp_path, net=one)

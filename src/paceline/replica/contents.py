@@ -256,7 +256,8 @@ def _by_parameter(names: Sequence[str], sources: Sequence[str]) -> dict[str, lis
     for name in names:
         parameter, _, ending = name.rpartition("/")
         key, mark, rank = ending.partition("@")
-        if key not in ("own", "outer") and not key.startswith("wire.") and mark + rank in sources:
+        is_private = key.startswith("wire.") or (mark and key in ("own", "outer"))  # of a strategy
+        if not is_private and mark + rank in sources:
             names_of.setdefault(parameter, []).append((key, name))
     return names_of
 
