@@ -451,6 +451,27 @@ def test_arguments_of_a_run_are_used_or_refused(world: World, tmp_path: Path) ->
         next(script.steps(data, stop_on_signals=True, batch_size=4))
 
 
+class SignDescent:
+    """An optimizer without a learning rate."""
+
+    def __init__(self, parameters: Any):
+        self.param_groups, self.state = [{"params": list(parameters)}], {}
+
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad.sign(), alpha=0.01)
+
+
+def test_a_step_of_an_optimizer_without_a_learning_rate_is_recorded(world: World, tmp_path: Path) -> None:
+    """Finds: `run.record` ends in a KeyError, where `run.steps` records 0."""
+    net = nn.Linear(2, 1)
+    replica = Replica(net, SignDescent(net.parameters()), world)
+    script = Run(tmp_path, net=replica)
+    script.record(replica.train(torch.ones(4, 2), lambda x: net(x).mean()))
+    script.save()  # writes the row
+    assert [row["lr"] for row in training_rows(tmp_path)] == [0.0]
+
+
 def test_a_second_loop_by_epochs_adds_its_steps(world: World, tmp_path: Path) -> None:
     """Mutation: the run is at step 5 of 2."""
     net = nn.Linear(2, 1)

@@ -254,7 +254,7 @@ class Run:
     # ---- rows ----
 
     def _lr(self) -> float:
-        return float(self.replica.param_groups()[0]["lr"])
+        return float(self.replica.param_groups()[0].get("lr", 0.0))  # as Step.lr
 
     def _end_body(self) -> None:
         """Records the step of the loop, if it has been made, and is not recorded yet."""
