@@ -180,6 +180,30 @@ def saved_where_rank_1_differs(world: World, folder: str) -> list[str]:
     return said
 
 
+class RefusesOnRank1:
+    """An object whose `load_state_dict` fails on rank 1, as where its memory is full."""
+
+    def __init__(self, rank: int):
+        self._rank = rank
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self._rank == 1:
+            raise RuntimeError("no memory")
+
+
+def restored_where_rank_1_fails(world: World, folder: Path) -> tuple[str, str]:
+    model = nn.Linear(4, 2)
+    replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
+    checkpoints = Checkpoints(folder, net=replica, thing=RefusesOnRank1(world.rank))
+    checkpoints.save()
+    with pytest.raises(UserError) as refused:
+        checkpoints.restore()
+    return str(refused.value), refused.value.reach
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
@@ -193,6 +217,7 @@ def two_ranks(folder: Path) -> dict[str, list[Any]]:
         "restored amid training": Call(losses_around_a_restore, str(folder / "net")),
         "finished": Call(save_finish_load, folder / "finished", False),
         "failed": Call(save_finish_load, folder / "failed", True),
+        "one rank refuses": Call(restored_where_rank_1_fails, folder / "refused"),
     }
     return run_calls(calls, 2)
 
@@ -205,6 +230,13 @@ def test_where_ranks_differ_nothing_is_saved_and_it_is_said(two_ranks: dict[str,
     assert all("nothing is saved: average.weight has 2 different values" in said for said in others)
     assert equal == ("saved", "saved")
     assert list_steps(folder / "differs/checkpoints") == [1]
+
+
+def test_all_ranks_say_what_one_object_does_not_take_back(two_ranks: dict[str, list[Any]]) -> None:
+    """Finds: an error of one rank that only another one would print, so that nobody does."""
+    (said, reach), other = two_ranks["one rank refuses"]
+    assert said.endswith("thing does not take back what was saved of it: no memory")
+    assert other == (said, reach) == (said, "world")
 
 
 # ---- one process ----

@@ -249,19 +249,22 @@ class CheckpointFolder:
             flats = receive("extra", {Slice(n, 0, math.prod(shape)): dtype for n, (shape, dtype) in extras.items()})
             tensors = {item.name: flat.view(extras[item.name][0]) for item, flat in flats.items()}
         except (RuntimeError, ValueError, KeyError) as error:
-            raise UserError(f"{path} does not fit these models and optimizers: {error}", reach="world") from error
+            # Perhaps on this rank alone, as where its memory is full, so that it has to say it.
+            raise UserError(f"{path} does not fit these models and optimizers: {error}") from error
         self._verified.clear()
         if self.storage is not None:
             self.storage.supersede()
         for name, each in self._replicas.items():
             each.take_facts(manifest["replicas"][name])
+        problem, cause = "", None
         for name, thing in self._others.items():
             try:
                 contents.restore_to(thing, manifest["objects"][name], tensors)
             except (RuntimeError, ValueError, LookupError, TypeError) as error:
-                raise UserError(
-                    f"{path}: {name} does not take back what was saved of it: {error}", reach="world"
-                ) from error
+                problem, cause = f"{path}: {name} does not take back what was saved of it: {error}", error
+                break
+        if problem := next(filter(None, self._group.share_json(problem)), ""):  # perhaps of one rank
+            raise UserError(problem, reach="world") from cause
         if texts := manifest["generators"]:  # in a larger world, new ranks get the last one's
             text = texts[min(self.world.rank, len(texts) - 1)]
             generators.put_back(generators.from_text(text), self.world.device)
