@@ -145,6 +145,10 @@ def sharded(world: World) -> Said:
         model = net()
         model.scale = nn.Parameter(torch.tensor(1.0))
         Replica(model, sgd(model), world, strategy="fsdp")  # <- fsdp scalar
+    with noted(said, "fsdp dtypes"):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False).bfloat16(), nn.Linear(4, 2, bias=False))
+        muon = torch.optim.Muon(model.parameters())
+        Replica(model, muon, world, strategy="fsdp", blocks=[*model])  # <- fsdp dtypes
     with noted(said, "fsdp again"):
         model = made(world, strategy="fsdp")[0]
         Replica(model, sgd(model), world)  # <- fsdp again
@@ -172,6 +176,7 @@ START = {
     "idle": ("fewer micro-batches than the 2 ranks", "make the micro-batches smaller"),
     "fsdp frozen": ("0.weight, 0.bias is frozen",),
     "fsdp scalar": ("scale is a single number",),
+    "fsdp dtypes": ("parameters of torch.bfloat16, torch.float32 are updated as a whole", "take strategy zero"),
     "fsdp again": ("the model is sharded already",),
     "fsdp uneven": ("ranks have [0, 1] micro-batches",),
 }

@@ -256,6 +256,11 @@ class _Whole:
         """ranks: those that hold the shards together."""
         self._group, self._ranks, self._places = group, ranks, range(len(ranks))
         self.shards = [shard for shard in shards if shard.name in costs]
+        if len(held := {str(shard.parameter.dtype) for shard in self.shards}) > 1:
+            raise mistake(
+                f"parameters of {listed(sorted(held))} are updated as a whole, as by Muon, and fsdp exchanges their "
+                "rows in one dtype: convert them, or take strategy zero"
+            )
         owners = ownership.assign([costs[shard.name] for shard in self.shards], len(ranks))
         self._owned = [[n for n, owner in enumerate(owners) if owner == i] for i in self._places]  # shards, by place
         self._place = ranks.index(group.rank)
