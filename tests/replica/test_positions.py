@@ -177,6 +177,20 @@ def test_a_loop_of_its_own_names_what_it_reads(world: World, tmp_path: Path) -> 
     assert first + rest == [[0, 1], [2, 3], [4, 5], [6, 7]] * 2
 
 
+def test_a_batch_of_its_own_has_the_position_of_no_source(world: World, tmp_path: Path) -> None:
+    """Finds: between sources that are given again after a restore, a script's own batch counts as one of them, once an
+    earlier one is freed."""
+
+    def body(script: Script) -> None:
+        for number in range(4):
+            if number == 3 and script.replica.num_steps == 16:
+                script.do(script.replica.step(paceline.Batch([(torch.full((1, 1), 7.0),)])))
+            script.phase(loader(number), epochs=1)
+
+    run(world, str(tmp_path), body, 16)
+    assert run(world, str(tmp_path), body) == [[7]]
+
+
 def test_sources_of_later_steps_begin_anew_when_an_earlier_checkpoint_is_restored(world: World, tmp_path: Path) -> None:
     script, (first, second) = Script(world, str(tmp_path), 0), (loader(1), loader(2))
     script.phase(first, max_steps=3)

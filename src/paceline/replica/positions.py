@@ -92,7 +92,7 @@ class Sources:
         """Notes what a step reads. Raises UserError on all ranks if restored positions wait for their sources: this
         source may have taken the position of one of them."""
         self._stepped = None if dealt_by is None else weakref.ref(dealt_by)
-        if self._waiting and any(each.share is dealt_by for each in self._all):
+        if self._waiting and dealt_by is not None and any(each.share is dealt_by for each in self._all):
             raise mistake(
                 f"when the checkpoint was saved, replica.steps had been given {len(self._all) + len(self._waiting)} "
                 f"sources, and this step is made after {len(self._all)}. After a restore give replica.steps the same "
