@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import nn
 
+from paceline.replica.mistakes import digest_of
 from paceline.sync.replicas import Difference, broadcast, differences, digests, overall
 from paceline.world.group import LocalGroup
 from paceline.world.runtime import World
@@ -147,3 +148,15 @@ def test_tensors_of_any_number_format_shape_and_layout_have_a_digest(
         assert digests({"a": tensor.clone()})["a"] == found["a"], "of equal bytes, wherever they are"
         tensor.view(-1)[-1:] += 1
         assert digests({"a": tensor})["a"] != found["a"]
+
+
+def test_a_conjugated_view_has_the_digest_of_its_values() -> None:
+    """Finds: a first micro-batch, or a buffer, that torch conjugates lazily ends in torch's error."""
+    view = torch.complex(torch.arange(15.0), torch.ones(15)).view(3, 5).conj()
+    values = view.resolve_conj()
+    assert view.is_conj()
+    assert digests({"a": view}) == digests({"a": values})
+    assert overall({"a": view}) == overall({"a": values})
+    assert digest_of([view]) == digest_of([values])
+    broadcast([view], LocalGroup(torch.device("cpu")))
+    assert view.equal(values)

@@ -369,7 +369,8 @@ def digest_of(batch: object) -> int:
     if isinstance(batch, bytes):
         return zlib.crc32(batch) or 1
     dense = [each for each in tensors_in(batch) if each.layout == torch.strided and not each.is_nested]
-    arrays = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for tensor in dense]
+    flats = [tensor.detach().cpu().resolve_conj().contiguous().view(-1) for tensor in dense]
+    arrays = [flat.view(torch.uint8).numpy() for flat in flats]
     return functools.reduce(lambda digest, data: zlib.crc32(data.data, digest), arrays, 0) or int(bool(arrays))
 
 

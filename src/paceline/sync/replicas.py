@@ -41,13 +41,13 @@ def overall(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    return _short(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return _short(tensor.detach().resolve_conj().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor's bytes as integers of 8 bytes, or of 4."""
     tensor = tensor.cpu() if tensor.device.type == "mps" else tensor  # whose integer kernels are untried here
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().contiguous().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:  # a view of a bucket; as it is it would have no such integers
         flat = flat.clone()
     words = flat.view(torch.int32)
@@ -137,7 +137,7 @@ def take_rounding_of_rank_0(tensors: Iterable[torch.Tensor], group: Group, devic
 def broadcast(tensors: Iterable[torch.Tensor], group: Group) -> None:
     """Gives every rank rank 0's values, whatever the order of elements in each rank's memory. Collective."""
     for tensor in tensors:
-        values = tensor.detach().contiguous()
+        values = tensor.detach().resolve_conj().contiguous()
         group.broadcast(values)
         if values.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(values)
