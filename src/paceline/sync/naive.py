@@ -16,14 +16,12 @@ class NaiveSync(Strategy):
         yield
 
     def reduce(self) -> list[torch.Tensor]:
-        gradients = []
         for parameter in self._trained.values():
             if parameter.grad is None:  # a rank without a micro-batch still takes part
                 parameter.grad = torch.zeros_like(parameter)
             self._own_sums.append(parameter.grad.sum())
             self._group.all_reduce(parameter.grad)
-            gradients.append(parameter.grad)
-        return gradients
+        return self.full_gradients()
 
     def full_gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._trained.values() if p.grad is not None]
