@@ -22,11 +22,11 @@ from torch.utils.hooks import RemovableHandle
 from paceline.base.ownership import Slice
 from paceline.optim.optimizer import ParamSlice
 from paceline.sync.buckets import Bucket, BucketedSync
-from paceline.sync.codec import of_wire
 from paceline.sync.hooks import ModuleHook
 from paceline.sync.layout import backward_order, divided
 from paceline.sync.owned import EXCESS, REPLICA, OwnedBucket
 from paceline.sync.strategy import Fetch
+from paceline.sync.wire import CODINGS
 from paceline.world.group import Group, Transfer
 
 _MAX_BYTES_IN_FLIGHT = 40 << 20  # of buckets, and at least 4 of them: a received part takes memory until it is added
@@ -69,7 +69,7 @@ class ShardedSync(BucketedSync):
             group.size,
             bucket_bytes,
             is_padded=is_padded,
-            is_coded=of_wire(wire, 1)[1] is not None,
+            is_coded=CODINGS[wire].weight_bits < 32,
         )
         buckets = [OwnedBucket(layout, group, read_as.get(layout.members[0][0]), wire) for layout in layouts]
         super().__init__(model, group, bucket_bytes, buckets)
