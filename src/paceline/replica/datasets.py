@@ -113,7 +113,6 @@ class SeededOrder:
         }
 
     def begin(self, group: Group) -> Drawn:
-        group.barrier()
         return {}
 
     def batches(self, number: int, first: int, drawn: Drawn) -> Iterator[range]:
