@@ -330,6 +330,15 @@ def test_a_buffer_that_cannot_be_compared_is_refused_by_name(world: World) -> No
         Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
 
 
+def test_what_was_made_under_inference_mode_is_refused_by_name(world: World) -> None:
+    """Finds: an error of torch about a version counter, at the end of the first step."""
+    model = nn.Linear(2, 2)
+    with torch.inference_mode():
+        model.register_buffer("basis", torch.ones(2))
+    with pytest.raises(UserError, match=r"basis was made under torch\.inference_mode.* or register its clone\(\)"):
+        Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
+
+
 def test_an_attribute_that_is_not_a_number_has_not_changed() -> None:
     """Each resume accused the data set of a change."""
 

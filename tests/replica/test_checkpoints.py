@@ -591,6 +591,22 @@ def test_odd_tensors_are_trained_and_kept(world: World, tmp_path: Path, strategy
     assert step(other, 1) == step(one, 1)
 
 
+def test_a_buffer_that_repeats_its_elements_is_restored(world: World, tmp_path: Path) -> None:
+    """Finds: it is saved, and no restore can fill it."""
+
+    def made(value: float) -> Replica:
+        model = nn.Linear(2, 1)
+        model.register_buffer("scale", torch.tensor([[value], [2 * value]]).expand(2, 3))
+        return Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
+
+    checkpoints = Checkpoints(tmp_path, net=made(3.0))
+    checkpoints.save()
+    checkpoints.finish()
+    other = made(0.0)
+    assert Checkpoints(tmp_path, net=other).restore() == 0
+    assert other.model.scale.tolist() == [[3.0] * 3, [6.0] * 3]
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounts a small disk")
 def test_a_full_disk_is_said_and_training_goes_on(
     world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]

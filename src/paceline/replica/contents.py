@@ -30,7 +30,7 @@ from paceline.replica.mistakes import plain
 from paceline.replica.replica import BegunFrom, Replica
 from paceline.replica.share import Share
 from paceline.replica.updates import LossScaler, like, stored_as
-from paceline.sync.replicas import digests
+from paceline.sync.replicas import digests, fill
 from paceline.world.calls import mistake
 
 Receive = Callable[[Kind, Mapping[Slice, torch.dtype]], dict[Slice, torch.Tensor]]  # reads from a checkpoint
@@ -169,7 +169,7 @@ class ReplicaContents:
         }
         flats = receive("weights", {item: target.dtype for item, target in targets.items()})
         for item, target in targets.items():
-            target.copy_(flats[item].view_as(target))
+            fill(target, flats[item].view(target.shape))
 
     def take_state(self, receive: Receive, stored: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
         """Fills the optimizer state from the checkpoint. Collective. stored: tensor name -> shape and dtype."""

@@ -94,7 +94,8 @@ def _check_modules(model: nn.Module) -> None:
 
 
 def _check_kinds(model: nn.Module) -> None:
-    """Raises UserError for parameters that cannot be summed over ranks, and for buffers that cannot be compared."""
+    """Raises UserError for parameters that cannot be summed over ranks, and for tensors that cannot be compared or
+    changed."""
     parameters = dict(model.named_parameters())
     if not parameters:
         raise mistake("the model has no parameters: nothing in it can be trained")
@@ -114,6 +115,12 @@ def _check_kinds(model: nn.Module) -> None:
             raise mistake(
                 f"the buffer {name} is of layout {buffer.layout}, which is neither compared between ranks nor saved: "
                 "register its indices and values, or make it dense"
+            )
+    for name, tensor in [*parameters.items(), *model.named_buffers()]:
+        if tensor.is_inference():
+            raise mistake(
+                f"{name} was made under torch.inference_mode(), outside of which torch lets nobody change it: make it "
+                "outside, or register its clone()"
             )
 
 

@@ -140,7 +140,13 @@ def broadcast(tensors: Iterable[torch.Tensor], group: Group) -> None:
         values = tensor.detach().resolve_conj().contiguous()
         group.broadcast(values)
         if values.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(values)
+            fill(tensor.detach(), values)
+
+
+def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies values of the same shape into a tensor; one that repeats its elements (`expand`) gets each once."""
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+    tensor[once].copy_(values[once])
 
 
 def take_strides_of_rank_0(parameters: Sequence[nn.Parameter], group: Group) -> None:
