@@ -55,6 +55,19 @@ def test_a_wrong_setting_is_refused(world: World) -> None:
         made(world, bucket_mb=float("nan"))
 
 
+def test_whole_numbers_may_be_of_numpy_and_others_are_refused(world: World) -> None:
+    """Finds: TypeErrors of JSON; a seed of numpy that orders the samples otherwise than the same number of Python."""
+    four, two = np.int64(4), np.int64(2)
+    orders = [train(made(world), DATA, 3, batch_size=size, seed=seed) for size, seed in ((4, 2), (four, two))]
+    assert orders[0] == orders[1]
+    sizes = {"batch_size": four, "micro_batch_size": two}
+    assert len(list(share(lambda lane, _: iter(range(lane, 8, 4)), world, **sizes))) == 2
+    assert next(iter(share(lambda: torch.ones(1), world, micro_batches=two))).passes == 2
+    for name in ("batch_size", "micro_batch_size", "seed"):
+        with pytest.raises(UserError, match=rf"{name} is 4\.5; it is a whole number"):
+            share(DATA, world, **{"batch_size": 4, name: 4.5})
+
+
 def test_arguments_beside_a_source_that_was_shared_are_refused(world: World) -> None:
     replica = made(world)
     shared = share(DATA, world, batch_size=4)

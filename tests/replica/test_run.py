@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from program import Ended, rows, run, start_ranks
@@ -470,6 +471,27 @@ def test_a_step_of_an_optimizer_without_a_learning_rate_is_recorded(world: World
     script.record(replica.train(torch.ones(4, 2), lambda x: net(x).mean()))
     script.save()  # writes the row
     assert [row["lr"] for row in training_rows(tmp_path)] == [0.0]
+
+
+def test_numbers_of_numpy_and_torch_are_recorded(world: World, tmp_path: Path) -> None:
+    """Finds: a TypeError of JSON, in a later step, where the rows are written."""
+    net = nn.Linear(2, 1)
+    replica = Replica(net, torch.optim.SGD(net.parameters(), 0.1), world)
+    script = Run(tmp_path, net=replica)
+    for lr in (np.float32(0.5), torch.tensor(0.25)):
+        script.record(replica.train(torch.ones(4, 2), lambda x: net(x).mean()), lr=lr, num_steps=np.int64(9))
+    for step in script.steps(torch.ones(8, 2), batch_size=4, max_steps=np.int64(3)):
+        for x in step:
+            step.backward(net(x).mean())
+        step.finish()
+    assert [row["lr"] for row in training_rows(tmp_path)] == [0.5, 0.25, 0.1]
+    assert [row["num_steps"] for row in training_rows(tmp_path)] == [9, 9, 3]
+    for step in script.steps(torch.ones(8, 2), batch_size=4, max_steps=math.inf):
+        step.backward(net(next(iter(step))).mean())
+        step.finish()
+        break
+    script.save()
+    assert "num_steps" not in training_rows(tmp_path)[-1], "the end is not known"
 
 
 def test_a_second_loop_by_epochs_adds_its_steps(world: World, tmp_path: Path) -> None:

@@ -196,7 +196,8 @@ class Run:
         does it by itself. lr: that of the step; None: that of the first param group now. num_steps: in all, for the
         time left. Collective, each half second."""
         self._require_open("record")
-        self._record(result, self._lr() if lr is None else lr, num_steps)
+        lr = self._lr() if lr is None else _number("record", "lr", lr)
+        self._record(result, lr, None if num_steps is None else int(num_steps))
         self._write_if_due()
 
     def log(self, **numbers: float | torch.Tensor | None) -> None:
@@ -504,4 +505,5 @@ def _num_steps(step: int, batches: Share, max_steps: int | None, epochs: int | N
     if epochs is not None:
         with contextlib.suppress(TypeError):  # only the end of a pass will tell
             known.append(step - batches.step + (epochs - batches.epoch) * len(batches))
-    return min(known, default=None)
+    least = min(known, default=math.inf)
+    return None if math.isinf(least) else math.ceil(least)

@@ -12,7 +12,7 @@ and datasets.py read each kind of source.
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import length_hint
+from operator import index, length_hint
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
@@ -73,7 +73,8 @@ def share(
     Collective: the ranks compare what they were given. Raises UserError, with the script's line, if a source cannot be
     shared, if arguments contradict each other, or, on all ranks, if ranks differ.
     """
-    sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "micro_batches": micro_batches}
+    given = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "micro_batches": micro_batches}
+    sizes = {name: None if value is None else _whole(name, value) for name, value in given.items()}
     for name, value in sizes.items():
         if value is not None and value < 1:
             raise mistake(f"{name} is {value}; it is at least 1")
@@ -81,18 +82,32 @@ def share(
     _check_shares(shares, world)
     shares = shares if isinstance(shares, str) else tuple(shares)
     arguments = _Arguments(
-        world, batch_size, micro_batch_size, micro_batches, shares, shuffle, seed, drop_last, collate_fn
+        world,
+        shares=shares,
+        shuffle=shuffle,
+        seed=_whole("seed", seed),
+        drop_last=drop_last,
+        collate_fn=collate_fn,
+        **sizes,
     )
     made = _source(source, arguments)
     facts = {
         "num_steps": length_hint(made, -1),
-        "micro_batch_size": micro_batch_size,
+        "micro_batch_size": sizes["micro_batch_size"],
         "shares": shares if isinstance(shares, str) else list(shares),
     }
     if shares == "auto" and isinstance(source, DataLoader):
         facts["num_workers"] = source.num_workers  # shares change after what workers have read ahead
     _require_same_everywhere(world, {**made.facts, **facts})
     return made
+
+
+def _whole(name: str, value: Any) -> int:
+    """Returns a whole number, of numpy or torch, too, as Python's. Raises UserError for what is none."""
+    try:
+        return index(value)
+    except TypeError:
+        raise mistake(f"{name} is {value!r}; it is a whole number") from None
 
 
 def _check_shares(shares: Any, world: World) -> None:
