@@ -165,7 +165,7 @@ class CheckpointFolder:
         states: generators.States | None = generators.states(self.world.device)
         problems = [each.replica.updates.not_kept() for each in self._replicas.values()]
         problems += [f"{name} is of {dtype}" for name, dtype in dtypes.items() if dtype not in CODES]
-        if any(each.replica.sources.unnamed() for each in self._replicas.values()):
+        if any(each.replica.sources.is_unnamed() for each in self._replicas.values()):
             problems.append(
                 "the position of the batches that replica.step is given has no name (write net=replica, train=batches, "
                 "with what paceline.share returned)"

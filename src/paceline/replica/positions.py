@@ -117,11 +117,10 @@ class Sources:
             elif each.share is not None:
                 each.share.rewound()
 
-    def unnamed(self) -> Share | None:
-        """Returns the share of the newest step, if no position of it is kept here."""
+    def is_unnamed(self) -> bool:
+        """Whether the newest step reads a share of which no position is kept here."""
         share = None if self._stepped is None else self._stepped()
-        is_kept = share is None or share.is_named or any(each.share is share for each in self._all)
-        return None if is_kept else share
+        return share is not None and not share.is_named and all(each.share is not share for each in self._all)
 
     def _add(self, source: Any, sharing: dict[str, Any]) -> Share:
         made = self._shared(source, sharing)
