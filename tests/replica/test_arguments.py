@@ -3,6 +3,7 @@
 import math
 import random
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -386,6 +387,26 @@ def test_an_evaluation_wants_one_number_a_name(world: World) -> None:
         replica.evaluate(DATA, losses, batch_size=4)
     with pytest.raises(UserError, match=r"gave loss, of shape \[4, 1\]: return one number"):
         replica.evaluate(DATA, lambda x, y: {"loss": losses(x, y)}, batch_size=4)
+    with pytest.raises(UserError, match=r"gave its loss as a NoneType: return one number, such as its mean"):
+        replica.evaluate(DATA, lambda x, y: None, batch_size=4)
+
+
+def test_a_mean_is_over_the_micro_batches_that_have_its_name(world: World) -> None:
+    """Finds: what the last, smaller batch lacks is divided by that batch, too."""
+    rows = torch.arange(10.0)
+    means = made(world).evaluate(rows, lambda x: {"all": 1.0} | ({"some": 2.0} if len(x) == 4 else {}), batch_size=4)
+    assert means == {"all": 1.0, "some": 2.0}
+
+
+def test_a_nested_tensor_is_a_micro_batch(world: World) -> None:
+    """Finds: an error of torch, which asks to file an issue, about the shape that a nested tensor has not."""
+    model = nn.Linear(3, 1)
+    replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
+    rows = [torch.ones(2, 3), torch.ones(4, 3)]
+    loss_of = lambda x: sum(model(each).mean() for each in x.unbind()) / 2  # noqa: E731
+    with warnings.catch_warnings(action="ignore"):  # torch calls them a prototype
+        nested = torch.nested.nested_tensor(rows)
+    assert replica.train(nested, loss_of).weight == 1.0
 
 
 def test_what_cannot_be_stored_is_refused_at_the_save(world: World, tmp_path: Path) -> None:

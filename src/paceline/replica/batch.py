@@ -265,7 +265,9 @@ def num_rows(batch: Any) -> int | None:
     """Returns the first dimension of the first tensor, or the length of a list of uncollated samples; None if there is
     neither. A guess (a batch may be sequence-first), so no loss is weighted by it (see Step.backward)."""
     if isinstance(batch, torch.Tensor | np.ndarray):
-        return int(batch.shape[0]) if batch.ndim else None
+        if not batch.ndim:
+            return None
+        return batch.size(0) if isinstance(batch, torch.Tensor) else int(batch.shape[0])  # a nested one has no shape
     if isinstance(batch, str | bytes):
         return None
     if is_samples(batch):

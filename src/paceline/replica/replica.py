@@ -195,8 +195,7 @@ class Replica(ReplicatedModel):
         """
         if hasattr(source, "__getitem__") and not isinstance(source, IterableDataset):  # which torch gives one, too
             sharing.setdefault("shuffle", False)
-        sums: dict[str, float] = {}
-        total = 0.0
+        sums: dict[str, list[float]] = {}  # by name: of means times weights, and of weights
         with (
             torch.no_grad(),
             self.aside(),
@@ -213,17 +212,19 @@ class Replica(ReplicatedModel):
                     if not one.is_real:
                         continue
                     weight = float(one.num_rows or 1) if weight is None else weight
-                    total += weight
                     for name, value in (returned if isinstance(returned, Mapping) else {_LOSS: returned}).items():
                         number = _number(name, value)
-                        sums[name] = sums.get(name, 0.0) + (number * weight if weight else 0.0)  # 0: perhaps NaN
-        # A rank without a micro-batch does not know the names.
-        rows = self.world.group.share_json([sums, total])
-        total = exact_sum(theirs for _, theirs in rows) or math.nan
-        names = dict.fromkeys(name for sums_there, _ in rows for name in sums_there)
+                        of_name = sums.setdefault(name, [0.0, 0.0])
+                        of_name[0] += number * weight if weight else 0.0  # 0: perhaps NaN
+                        of_name[1] += weight
+        rows = self.world.group.share_json(sums)
+        names = dict.fromkeys(name for row in rows for name in row)  # a rank without a micro-batch knows none
         if not names:
             raise mistake("an evaluation got no sample: its source is empty", reach="world")
-        means = {name: exact_sum(sums_there.get(name, 0.0) for sums_there, _ in rows) / total for name in names}
+        means = {}
+        for name in names:
+            total, weights = map(exact_sum, zip(*(row[name] for row in rows if name in row), strict=True))
+            means[name] = total / (weights or math.nan)
         return means.get(_LOSS, means)
 
     def agree_to_stop(self) -> str | None:
@@ -325,13 +326,19 @@ class Replica(ReplicatedModel):
 
 
 def _number(name: str, value: Any) -> float:
-    """Returns what an evaluation's function gave. Raises UserError for a tensor of several numbers."""
+    """Returns what an evaluation's function gave. Raises UserError for what is not one number."""
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise mistake(
             f"the function of an evaluation gave {name or 'a tensor'}, of shape {list(value.shape)}: "
             "return one number, such as its mean"
         )
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise mistake(
+            f"the function of an evaluation gave {name or 'its loss'} as a {type(value).__name__}: return one "
+            "number, such as its mean"
+        ) from None
 
 
 def _call(function: Callable[..., Any], micro_batch: Any) -> tuple[Any, float | None]:
