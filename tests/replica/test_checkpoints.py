@@ -492,13 +492,14 @@ class OfNumpy(torch.optim.Optimizer):
             slowness, part = group["betas"]
             for parameter in group["params"]:
                 state = self.state[parameter]
+                state["seen"] = state.get("seen", 0.1) + 1e-9  # more bits than float32 has
                 state["outer"] = state.get("outer", 0.0) * slowness + parameter.grad * float(part)
                 parameter.sub_(state["outer"], alpha=float(group["lr"]))
 
 
 def test_settings_of_numpy_and_state_of_any_name_are_kept(world: World, tmp_path: Path) -> None:
     """Finds: a learning rate of numpy that a checkpoint leaves out without a word, betas that fail each save, and a
-    state `outer` that a restore leaves out."""
+    state `outer` that a restore leaves out, a float of Python that it rounds to float32."""
     one = stacked(world, 0, lambda parameters: OfNumpy(parameters, 0.05, 0.7))
     stacked_steps(one)
     checkpoints = Checkpoints(tmp_path, net=one)
@@ -509,6 +510,8 @@ def test_settings_of_numpy_and_state_of_any_name_are_kept(world: World, tmp_path
     slowness = other.param_groups()[0]["betas"][0]
     Checkpoints(tmp_path, net=other).restore()
     assert stacked_steps(other) == wanted
+    seen = [[state["seen"] for state in replica.optimizers[0].state.values()] for replica in (one, other)]
+    assert seen[0] == seen[1]
     assert other.param_groups()[0]["betas"][0] is slowness, "a tensor is filled, since the script may hold it"
 
 

@@ -299,7 +299,8 @@ def _number(optimizer: Any, group: Mapping[str, Any], part: ParamSlice, value: A
     if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(value, float):
         return value
     on_device = group.get("capturable") or group.get("fused")
-    return torch.tensor(value, dtype=torch.float32, device=part.parameter.device if on_device else "cpu")
+    number = torch.tensor(value, dtype=torch.float32, device=part.parameter.device if on_device else "cpu")
+    return value if number.isfinite() and float(number) != value else number  # of more bits: Python's, in a script's
 
 
 # ---- anything with a state ----
