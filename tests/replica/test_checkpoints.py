@@ -515,6 +515,15 @@ def test_settings_of_numpy_and_state_of_any_name_are_kept(world: World, tmp_path
     assert other.param_groups()[0]["betas"][0] is slowness, "a tensor is filled, since the script may hold it"
 
 
+def test_state_in_double_precision_is_kept(world: World, tmp_path: Path) -> None:
+    """Finds: NAdam's product of momenta is rounded to float32, where torch makes it in the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        test_state_of_other_shapes_and_by_group_is_kept(world, tmp_path, torch.optim.NAdam)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_state_by_group_is_refused_when_the_replica_is_made(world: World) -> None:
     """D7: with the strategies that would divide it."""
     for strategy in ("zero", "fsdp"):

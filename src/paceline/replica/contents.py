@@ -295,11 +295,13 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _number(optimizer: Any, group: Mapping[str, Any], part: ParamSlice, value: Any) -> Any:
-    """Returns a number of the state, such as Adam's step, on the device that torch's rule gives it."""
+    """Returns a number of the state, such as Adam's step, on the device and in the dtype that torch's rule gives it."""
     if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(value, float):
         return value
     on_device = group.get("capturable") or group.get("fused")
-    number = torch.tensor(value, dtype=torch.float32, device=part.parameter.device if on_device else "cpu")
+    is_double = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+    dtype = torch.float64 if is_double else torch.float32
+    number = torch.tensor(value, dtype=dtype, device=part.parameter.device if on_device else "cpu")
     return value if number.isfinite() and float(number) != value else number  # of more bits: Python's, in a script's
 
 
