@@ -296,13 +296,26 @@ def test_what_the_doctor_measured_is_a_cluster(tmp_path: Path) -> None:
         ("price = inf", "price is inf"),
         ("jitter_frac = nan", "jitter_frac is nan"),
         ("hosts =", "is not TOML"),
+        ("hosts = " + "9" * 6000, "is not TOML"),
+        ("hosts = " + "[" * 3000 + "]" * 3000, "is not TOML"),
     ],
+    ids=range(11),
 )
 def test_a_wrong_cluster_is_refused_by_name(text: str, says: str, tmp_path: Path) -> None:
+    """Finds: a number of thousands of digits, and thousands of brackets, were a ValueError and a RecursionError."""
     (tmp_path / "c.toml").write_text(text)
     ended = here("plan", "--preset", "tiny", "--cluster", "c.toml", cwd=tmp_path)
     assert ended.status == 2
     assert says in " ".join(ended.err.split())
+
+
+@pytest.mark.parametrize("text", ['{"cluster": {"hosts": ' + "9" * 6000 + "}}", "[" * 100_000, "{", "{}"], ids=range(4))
+def test_json_that_the_doctor_did_not_print_is_refused(text: str, tmp_path: Path) -> None:
+    """Finds: the same two in a file of JSON."""
+    (tmp_path / "c.json").write_text(text)
+    ended = here("plan", "--preset", "tiny", "--cluster", "c.json", cwd=tmp_path)
+    assert ended.status == 2
+    assert "is not what `paceline doctor --json` prints" in " ".join(ended.err.split())
 
 
 def test_a_machine_without_a_calibration_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

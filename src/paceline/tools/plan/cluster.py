@@ -84,10 +84,11 @@ def read(path: Path) -> Cluster:
         document = {**json.loads(text)["cluster"]} if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise UserError(f"cannot read --cluster {path}: {error.strerror}") from None
-    except (KeyError, TypeError, json.JSONDecodeError):
-        raise UserError(f"--cluster {path} is not what `paceline doctor --json` prints; give that, or TOML") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"--cluster {path} is not TOML: {error}") from None
+    except (KeyError, TypeError, ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
+        is_not = (
+            "what `paceline doctor --json` prints; give that, or TOML" if path.suffix == ".json" else f"TOML: {error}"
+        )
+        raise UserError(f"--cluster {path} is not {is_not}") from None
     if path.suffix == ".json" and not document:
         raise UserError(
             f"--cluster {path} has an empty cluster: the doctor found hosts with different numbers of ranks, or no "
