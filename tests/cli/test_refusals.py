@@ -445,6 +445,19 @@ def test_a_run_folder_that_is_not_as_it_was_made_is_refused(bare_run: Path, plac
     refused(place, *TRAIN, "--init-from", "run", says=("cannot read", "manifest.json has the config"))
 
 
+def test_a_command_of_a_script_that_cannot_be_executed_is_refused(place: Path) -> None:
+    """Finds: a command whose quotation has no end, and a directory that is a list, in an edited config.toml, were
+    a ValueError and a TypeError."""
+    (place / "run").mkdir(mode=0o700)
+    for text, says in (
+        ('command = "python \'a"', "not valid shell syntax: python 'a ("),
+        ('command = "python a"\ndirectory = ["b"]', "cannot execute python a: ['b']: No such file"),
+    ):
+        (place / "run/config.toml").write_text(f"[run]\n{text}\n")
+        (place / "run/config.toml").chmod(0o600)
+        refused(place, "resume", "run", "--run", says=(says,))
+
+
 def test_a_folder_that_is_no_run_is_refused(place: Path) -> None:
     (place / "notes").mkdir()
     refused(place, "resume", "notes", says=("notes holds no config.toml", "not a run folder"))

@@ -14,7 +14,7 @@ import tyro
 from paceline.base.errors import EXIT_DONE, UserError, require_at_least
 from paceline.checkpoint.bucket import identity
 from paceline.checkpoint.steps import newest_whole
-from paceline.cli.flags import asked_help, parse
+from paceline.cli.flags import asked_help, parse, shell_words
 from paceline.cli.start import RankFlags, start
 from paceline.config import CONFIG_IS_KEPT, Config, load_run
 from paceline.record import folder as run_folder
@@ -98,9 +98,9 @@ def _resume_script(folder: str, options: list[str], script: dict[str, Any]) -> i
         print(printable(said))  # which somebody else may have written
         return EXIT_DONE
     _require_own(Path(folder))
-    words = shlex.split(command)
+    words = shell_words(command)
     try:
-        os.chdir(script.get("directory", "."))
+        os.chdir(str(script.get("directory", ".")))
         os.execv(sys.executable, [sys.executable, *words[1:]])
     except OSError as error:
         raise UserError(f"cannot execute {command}: {error.filename}: {error.strerror}") from None
