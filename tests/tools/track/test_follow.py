@@ -288,6 +288,23 @@ def test_values_of_a_wrong_type_count_as_missing(tmp_path: Path) -> None:
     assert [point.values for point in points if point.step] == [{"train/loss": 5.0, slowest: 8.0, fastest: 6.0}]
 
 
+def test_values_of_a_wrong_type_stop_no_text_for_prometheus(tmp_path: Path) -> None:
+    """Finds: a number of 400 digits, or a list by rank with something else in it, was an error for each later batch."""
+    made = Recorded(tmp_path / "run")
+    by_rank = {"rank_forward_ms": [6.0, None, "x", 8.0], "rank_data_ms": None, "rank_optim_ms": 3}
+    made.folder.append_metrics({"step": 1, "loss": 5.0, "tokens": 10**400, "lr": "x", **by_rank})
+    made.end()
+    points, _ = Reader(made.folder, Position(), False).read(Position())
+    sent = Prometheus(made.folder, TrackConfig(prometheus_port=0), {})
+    sent.send(points)
+    text = sent.text.decode()
+    assert "paceline_loss_nats 5.0\n" in text
+    assert "paceline_tokens_total " not in text
+    phases = [line for line in text.splitlines() if line.startswith("paceline_phase_duration_seconds{")]
+    rank = 'paceline_phase_duration_seconds{{rank="{}",phase="forward"}} {}'.format
+    assert phases == [rank(0, 0.006), rank(3, 0.008)]
+
+
 def test_the_time_of_a_row_counts_all_steps_since_the_row_before(tmp_path: Path) -> None:
     """Mutation: only those since the last evaluation, so that the clock falls behind."""
     made = Recorded(tmp_path / "run")

@@ -3,6 +3,7 @@
 prometheus.io/docs/instrumenting/exposition_formats; base units, so seconds and ratios.
 """
 
+import math
 from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
@@ -13,6 +14,7 @@ from paceline.base.jsonl import Row
 from paceline.base.serving import QuietHandler, Server
 from paceline.record.config import TrackConfig
 from paceline.record.folder import RunFolder
+from paceline.record.read import number
 from paceline.record.state import read_config
 from paceline.tools.track.points import Point, is_event
 
@@ -79,15 +81,15 @@ class Prometheus:
         labels = f'{{run="{_escaped(self._name)}",unit="{_escaped(self._unit)}"}}'
         text = _family("run_info", "gauge", "The run.", [(labels, 1)])
         for metric, told, key, factor in _OF_ROWS:
-            if isinstance(value := self._row.get(key), int | float):
+            if math.isfinite(value := number(self._row.get(key))):
                 text += _family(metric, "gauge", told, [("", value * factor)])
         for metric, told, event in _OF_EVENTS:
             text += _family(metric, "counter", told, [("", self._counts.get(event, 0))])
-        by_rank = [
-            (f'{{rank="{rank}",phase="{phase}"}}', ms / 1e3)
-            for phase in _PHASES
-            for rank, ms in enumerate(self._row.get(f"rank_{phase}_ms", ()))
-        ]
+        by_rank = []
+        for phase in _PHASES:
+            values = self._row.get(f"rank_{phase}_ms")
+            known = enumerate(map(number, values)) if isinstance(values, list) else ()
+            by_rank += [(f'{{rank="{rank}",phase="{phase}"}}', ms / 1e3) for rank, ms in known if math.isfinite(ms)]
         if by_rank:
             text += _family("phase_duration_seconds", "gauge", "A part of the last step, by rank.", by_rank)
         return text + _family("last_step_timestamp_seconds", "gauge", "When it ended.", [("", self._last_step_s)])
