@@ -52,6 +52,17 @@ def test_once_prints_one_run_or_a_table_and_no_orders_to_the_terminal(
     assert "k samples " in capsys.readouterr().out
 
 
+def test_parts_below_0_make_no_bar_longer_than_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Finds: in damaged rows the parts of a rank add up to little, and one of them is large: an OverflowError."""
+    made = Simulated(tmp_path / "run")
+    parts = {"rank_forward_ms": [-1e299, 60.0], "rank_backward_ms": [1e299, 118.0]}
+    made.append("metrics.jsonl", made.row(1) | parts)
+    assert main(["watch", str(made.folder), "--once"]) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 100, said
+    assert re.search(r"\n +0 node0 +█{40,} .* of work\n", said), said
+
+
 def test_a_pipe_gets_lines_until_the_run_is_finished(tmp_path: Path) -> None:
     with Program("watch", "run", cwd=tmp_path) as program:
         said = lambda: program._said()  # noqa: E731

@@ -145,7 +145,7 @@ def _ranks(view: RunView, width: int, most: int) -> list[Text]:
         for part, (sign, style) in _PARTS.items()
         if part != "other" and part in view.ranks[0].parts
     ]
-    longest_ms = max(sum(each.parts.values()) for each in view.ranks)
+    longest_ms = max(sum(max(0.0, ms) for ms in each.parts.values()) for each in view.ranks)  # as bars are drawn
     lines = [Text(""), *said, Text.assemble(*legend)]
     lines += [_bar(each, width, longest_ms) for each in view.ranks[:most]]
     if view.other_ranks:
