@@ -448,6 +448,22 @@ def test_where_the_state_before_them_cannot_be_saved_later_checkpoints_stay_for_
     assert status_of(folder, tiny(), resume=True) == 0
 
 
+def test_a_disk_that_is_away_when_the_last_save_fails_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Finds: the message looks for the newest checkpoint there, and an OSError ended the run in place of retry-s."""
+    away = OSError(errno.ESTALE, "Stale file handle")
+    monkeypatch.setattr(saves_module, "_RETRY_EVERY_S", 0.0)
+    monkeypatch.setattr(saves_module, "list_steps", fail(away))
+    faulty = f"rank=0 step={STEPS} phase=save.write kind=full"
+    assert status_of(tmp_path / "run", tiny(checkpoint__retry_s=60.0), faulty) == 0
+    assert saved(tmp_path / "run") == [STEPS]
+    said = words(capsys.readouterr().out)
+    assert (
+        "this is the last checkpoint of the run. Which checkpoint is the newest cannot be seen now: Stale file" in said
+    )
+
+
 # ---- memory, samples ----
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 8")

@@ -248,7 +248,10 @@ class Saves:
             time.sleep(0.2)
 
     def _newest(self) -> str:
-        steps = list_steps(self._folder) if self._setup.world.is_main else []
+        try:
+            steps = list_steps(self._folder) if self._setup.world.is_main else []
+        except OSError as error:  # as of a network disk that is away
+            return f"Which checkpoint is the newest cannot be seen now: {error.strerror}"
         return f"The newest checkpoint is of step {steps[-1]}" if steps else "Nothing was saved before"
 
     @contextlib.contextmanager
