@@ -11,9 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -363,6 +364,42 @@ def test_of_a_run_that_may_still_train_on_another_host_nothing_has_all(
     made.resume(10, 10)
     made.end()
     assert follow.follow(folder, TrackConfig(to="tensorboard"), 60.0) == 0
+
+
+def test_while_a_runs_disk_is_away_nothing_has_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds: a folder that cannot be looked at counts as a run that is over, and its later rows are never sent."""
+    made, away, looks, statuses = Recorded(tmp_path / "run"), tmp_path / "away", list[int](), list[int]()
+    made.steps(1, 10)
+    is_running, folder = follow.is_running, made.folder.path
+
+    def look(run_folder: RunFolder) -> bool:
+        looks.append(threading.get_ident())
+        return is_running(run_folder)
+
+    def until(is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not (is_so() or statuses) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    for name in ("_LOOK_EVERY_S", "_EVERY_S"):
+        monkeypatch.setattr(follow, name, 0.05)
+    monkeypatch.setattr(follow, "is_running", look)
+    flags = TrackConfig(to="tensorboard")
+    thread = threading.Thread(target=lambda: statuses.append(follow.follow(made.folder, flags, 60.0)))
+    thread.start()
+    state = folder / "track/tensorboard.json"
+    until(
+        lambda: state.exists() and (saved := json.loads(state.read_text()))["position"]["index"] and not saved["batch"]
+    )
+    folder.rename(away)
+    before = len(looks)
+    until(lambda: min(looks[before:].count(each) for each in set(looks)) > 3)
+    is_over = bool(statuses)
+    away.rename(folder)
+    made.steps(11, 20)
+    made.end()
+    thread.join()
+    assert (is_over, statuses, scalars(folder)["train/loss"]) == (False, [0], losses(20))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ that is being sent: after kill -9 the same batch is sent again, and the tracker 
 import contextlib
 import importlib.util
 import json
+import os
 import shlex
 import sys
 import threading
@@ -138,10 +139,14 @@ class _Follower:
             trains = is_running(self._folder)  # asked before reading, so that nothing is missed
             try:
                 self._send_all(reader)
-                if not trains and self._tracker is not None:
+                is_away = not trains and not os.path.isdir(self._own)  # removed, or its disk cannot be reached
+                if not trains and not is_away and self._tracker is not None:
                     self._tracker.close(read_state(self._folder).kind == "failed")
             except Exception as error:
                 self._failed(error)
+                continue
+            if is_away:  # then nobody knows whether it trains, nor what its records have
+                time.sleep(_LOOK_EVERY_S)
                 continue
             if not trains and may_train_elsewhere(self._folder):
                 silent_s = time.time() - read_state(self._folder).updated_s
