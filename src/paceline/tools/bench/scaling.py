@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import RunError
-from paceline.base.net import listen
+from paceline.base.net import LOOPBACK, listen
 from paceline.base.process import RANK_VARIABLES, environment_of_one
 from paceline.config import to_toml
 from paceline.record.balance import speeds
@@ -46,7 +46,6 @@ from paceline.world.env import interface_of
 WARM_UP_STEPS = 3  # left out: the first step allocates, the next two are still slow
 _ADAPTING_STEPS = 40  # left out of a variant with shares by speed: changes after 10 steps, and a small one after 34
 _APART_MS = 1000.0  # left out at either end, since separate ranks start and end at slightly different times
-_LOOPBACK = "127.0.0.1"
 # The smallest model and no large collectives: only the bandwidth between two ranks is needed.
 _PROBE = ("bench", "link", "--preset", "tiny", "--time-budget", "5", "--max-bytes", "65536")
 # The shell's command that makes a host of a lab a world of one.
@@ -204,10 +203,10 @@ class _Bench:
 def _environments(ranks: int) -> list[dict[str, str]]:
     if ranks == 1:
         return [{}]
-    with listen(_LOOPBACK, 0) as listener:
+    with listen(LOOPBACK, 0) as listener:
         port = listener.getsockname()[1]
-    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": _LOOPBACK, "MASTER_PORT": port}
-    loopback = interface_of(_LOOPBACK)
+    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+    loopback = interface_of(LOOPBACK)
     common = {name: str(value) for name, value in world.items()}
     common |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
