@@ -28,7 +28,9 @@ from paceline.record.folder import (
     has_begun,
     is_own,
     last_event,
+    script_of,
 )
+from paceline.record.read import step_of
 
 HOLDER = """
 import sys, time
@@ -418,3 +420,15 @@ def test_a_log_that_never_writes_is_refused() -> None:
     LogConfig().check()
     with pytest.raises(UserError, match=r"log\.every is 0"):
         LogConfig(every=0).check()
+
+
+@pytest.mark.parametrize("step", [-1, 10**400, 1.5, "3", None])
+def test_a_step_that_no_run_can_have_come_to_is_none(step: object) -> None:
+    """Finds: a damaged event that ended a tracker for good, by a step below 0 or of 400 digits."""
+    assert step_of({"step": step}) == 0
+    assert step_of({"step": 3}) == 3
+
+
+def test_a_config_that_no_reader_ends_is_of_no_script(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("run = " + "[" * 10_000)
+    assert script_of(tmp_path) is None

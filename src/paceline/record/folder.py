@@ -278,7 +278,7 @@ def has_resumed(path: Path, job: str | None) -> bool:
 def script_of(path: Path) -> dict[str, Any] | None:
     """Returns what a run's config says of its script (`command`, `directory`); None if it is not the run of a
     script."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # the last of 1,000 brackets
         script = tomllib.loads((path / "config.toml").read_text(encoding="utf-8")).get("run")
         return script if isinstance(script, dict) else None
     return None

@@ -7,9 +7,9 @@ from paceline.base.jsonl import Row
 
 
 def step_of(row: Row) -> int:
-    """Returns the step of a row or an event; 0 if it has none."""
+    """Returns the step of a row or an event; 0 if it has none, or one that no run can have come to."""
     step = row.get("step")
-    return step if isinstance(step, int) else 0
+    return step if isinstance(step, int) and 0 <= step < 1 << 63 else 0
 
 
 def number(value: Any) -> float:
