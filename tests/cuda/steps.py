@@ -77,7 +77,7 @@ def rehearsal(
     hosts = Hosts.of(["a"] * (size // 2) + ["b"] * (size - size // 2))
     is_sharded = strategy in ("fsdp", "hsdp")
     with _torchs_own_mesh(size, hosts) if is_sharded else nullcontext(), rehearsed(gpu, rank, size):
-        group: Group = _World(CUDA) if size > 1 else _Alone(CUDA)
+        group: Group = _World(CUDA, 300.0, [""] * size) if size > 1 else _Alone(CUDA)
         if isinstance(group, DistributedGroup):
             group.hosts = hosts
         with CUDA:

@@ -263,7 +263,7 @@ def _times_as_much(settings: Settings) -> float:
     return float(said[0][1]) if said else 0.0
 
 
-@pytest.mark.parametrize(("passes", "more"), [(0.5, 0), (1.0, 0), (3.0, 6), (8.0, 21), (100.0, 33)])
+@pytest.mark.parametrize(("passes", "more"), [(0.5, 0), (1.0, 0), (3.0, 5.4), (8.0, 18.9), (100.0, 29.7)])
 def test_size_auto_takes_more_decay_for_more_passes(passes: float, more: float) -> None:
     """Mutation: the decay of one pass for any number, with which eight passes are worse than three."""
     config = Config().replace("model", size="auto").replace("train", time_budget=100.0)
@@ -278,7 +278,7 @@ def test_size_auto_takes_more_decay_for_more_passes(passes: float, more: float) 
     assert ("weight decay 0.1 ->" in said[0]) == bool(more)
 
 
-@pytest.mark.parametrize(("layers", "best"), [(2, 4.1), (3, 5.7), (4, 8.0)])
+@pytest.mark.parametrize(("layers", "best"), [(2, 4.1), (3, 5.7), (4, 7.5)])
 def test_decay_for_eight_passes_over_little_text_is_what_was_measured(layers: int, best: float) -> None:
     """Mutation: one decay for all sizes. By parabolas through four decays (docs/log/ablations.md)."""
     shape = ModelConfig(arch="llama", n_layer=layers, n_head=layers, n_embd=64 * layers, vocab_size=512)

@@ -13,9 +13,9 @@ _HEAD_WIDTH = 64
 _LAYERS, _LAYERS_FLOPS = 2.2, 1.5e13  # so many layers for these FLOPs
 _BATCH_OF_TOKENS = 2.0  # tokens in a step over the square root of all tokens
 # Text that is read again is learnt by heart, by large models sooner; decay holds that up. 0.1 is best for one pass. For
-# eight passes over 61,000 tokens it is about 4 for 2 x 128, 6 for 3 x 192 and 8 for 4 x 256, as the cube root of 7, 23
-# and 54 parameters a token (docs/log/ablations.md; also arXiv 2509.14786, section 3).
-_DECAY_OF_A_PASS = 3.0  # added for each pass after the first, over the decay of one pass, at one parameter a token
+# eight passes over 61,000 tokens it is about 4 for 2 x 128, 5.5 for 3 x 192 and 7.5 for 4 x 256, as the cube root of
+# 7, 23 and 54 parameters a token (docs/log/ablations.md; also arXiv 2509.14786, section 3).
+_DECAY_OF_A_PASS = 2.7  # added for each pass after the first, over the decay of one pass, at one parameter a token
 _MOST_PASSES = 12  # measured up to here
 _NEARLY_ALL = 0.8  # of the passes
 _MORE_LAYERS = 2  # for text that is too short for the time (docs/log/ablations.md); measured up to here
