@@ -10,11 +10,11 @@ A change is flags, or a patch of src/ for what has no flag (bench/ablations has 
     --change "NorMuon, slower: bench/ablations/normuon.patch --optim.lr 4e-3"
 
 Each run is `paceline train --preset fast` on one rank with one thread, with fixed layers and width and the vocabulary
-that the preset takes for so much text, for equally many steps (equal tokens; `--jobs N` of them at the same time) or equal seconds (`--seconds`, one at a time, on a machine
-that does nothing else). A line is appended to --out after each run, and what is there is not run again, so it may be
-stopped and started. Then it prints, and appends to --table, the mean difference of the validation loss in bits per byte
-from the preset over all pairs of a size, with a 95% interval (Student's t, pairs as they are: texts differ more than
-seeds), and that of each text.
+that the preset takes for so much text, for equally many steps (equal tokens; `--jobs N` of them at the same time) or
+equal seconds (`--seconds`, one at a time, on a machine that does nothing else). A line is appended to --out after each
+run, and what is there is not run again, so it may be stopped and started. Then it prints, and appends to --table, the
+mean difference of the validation loss in bits per byte from the preset over all pairs of a size, with a 95% interval
+(Student's t, pairs as they are: texts differ more than seeds), and that of each text.
 """
 
 import argparse
