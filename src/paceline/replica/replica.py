@@ -214,9 +214,9 @@ class Replica(ReplicatedModel):
                     weight = float(one.num_rows or 1) if weight is None else weight
                     for name, value in (returned if isinstance(returned, Mapping) else {_LOSS: returned}).items():
                         number = _number(name, value)
-                        of_name = sums.setdefault(name, [0.0, 0.0])
-                        of_name[0] += number * weight if weight else 0.0  # 0: perhaps NaN
-                        of_name[1] += weight
+                        sum_and_weight = sums.setdefault(name, [0.0, 0.0])
+                        sum_and_weight[0] += number * weight if weight else 0.0  # 0: perhaps NaN
+                        sum_and_weight[1] += weight
         rows = self.world.group.share_json(sums)
         names = dict.fromkeys(name for row in rows for name in row)  # a rank without a micro-batch knows none
         if not names:

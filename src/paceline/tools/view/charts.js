@@ -143,8 +143,8 @@ class Chart {
 
   draw() {
     this.every = this.lines();
-    const shown = this.sharesBox ? [this.place, this.place.previousElementSibling] : this.isLoss ? [] : [this.box];
-    for (const each of shown) each.hidden = !this.every.length;
+    const boxes = this.sharesBox ? [this.place, this.place.previousElementSibling] : this.isLoss ? [] : [this.box];
+    for (const each of boxes) each.hidden = !this.every.length;
     this.shown = this.every.filter(({ name }) => !this.hidden.has(name));
     if (!this.every.length || !this.place.clientWidth) return;
     this.place.setAttribute("aria-label", `${this.box.querySelector("h2, h3").textContent}. Arrow keys move along the curve, + and - zoom.`);
