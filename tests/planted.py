@@ -799,6 +799,13 @@ MUTATIONS = (
         "sync/test_parameter_memory.py::test_values_put_in_a_parameters_place_are_trained",
     ),
     Mutation(
+        "on a GPU the compiler splits a norm's backward pass in two",
+        "model/gpt.py",
+        "{name: 20} if",
+        "{} if",
+        "cuda/test_rehearsal.py::test_compiling_a_model_on_cuda_compiles_its_loss",
+    ),
+    Mutation(
         "a GPT that a script makes has what lay in memory for weights",
         "model/gpt.py",
         "        if not self.embed_tokens.weight.is_meta:\n",

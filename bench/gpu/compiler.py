@@ -5,7 +5,7 @@ builds nor runs what it wrote. Tied to the torch of tests/cuda/no_gpu.py, and ne
 the compiler would replace in a graph (attention written out, say) are not looked for: paceline's model has none.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -58,8 +58,9 @@ class Kernel:
 
 
 @contextmanager
-def pretended() -> Iterator[None]:
-    """Inside, the compiler takes "cuda" for an H100. Tensors must be fake, see `no_gpu.pretend`."""
+def pretended(options: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, the compiler takes "cuda" for an H100, with these options of torch.compile. Tensors must be fake, see
+    `no_gpu.pretend`."""
     worker = SimpleNamespace(get_device_properties=lambda device=None: H100, current_device=lambda: 0)
     told = {
         torch.cuda: {
@@ -84,7 +85,7 @@ def pretended() -> Iterator[None]:
         torch._inductor.fx_passes.post_grad: {"lazy_init": lambda device=None: None},
     }
     patches = [patch.object(place, name, value) for place, names in told.items() for name, value in names.items()]
-    with torch._inductor.config.patch(compile_threads=1, fx_graph_cache=False):
+    with torch._inductor.config.patch({"compile_threads": 1, "fx_graph_cache": False, **options}):
         for each in patches:
             each.start()
         try:
@@ -144,5 +145,6 @@ def _flops(origin: torch.fx.Node) -> float:
     formula = flop_registry.get(getattr(origin.target, "overloadpacket", None))
     if formula is None:
         return 0.0
-    value = torch.utils._pytree.tree_map(lambda x: x.meta["val"] if isinstance(x, torch.fx.Node) else x, origin.args)
-    return float(formula(*value, **origin.kwargs, out_val=origin.meta["val"]))
+    values = torch.utils._pytree.tree_map(lambda x: x.meta["val"] if isinstance(x, torch.fx.Node) else x, origin.args)
+    values = [value for value in values if not isinstance(value, torch.dtype)]  # of the product's result
+    return float(formula(*values, **origin.kwargs, out_val=origin.meta["val"]))

@@ -192,6 +192,9 @@ def variants(fused: ModuleType) -> dict[str, Callable[[gpt.GPT], None]]:
 
         inductor.max_autotune_gemm = True  # the compiler's own products in Triton, with what follows them inside
 
+    def split_norms(_: gpt.GPT) -> None:
+        gpt._compiler_options = lambda: {}  # type: ignore[assignment]
+
     def flash_4(_: gpt.GPT) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)  # which torch prefers on Hopper
         torch.nn.attention.activate_flash_attention_impl("FA4")  # raises without the package flash-attn-4
@@ -207,6 +210,7 @@ def variants(fused: ModuleType) -> dict[str, Callable[[gpt.GPT], None]]:
         "residual in products": lambda model: fused.use_mlp(model, fused.How(residual=True)),
         "all of ours": all_of_ours,
         "autotuned products": autotuned,
+        "norms as torch 2.13 splits them": split_norms,
         "FlashAttention 4": flash_4,
         "QuACK's loss": lambda _: fused.use_quack_loss(),
         "QuACK's SwiGLU in products": lambda model: fused.use_quack_mlp(model),

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "cuda"))
 import no_gpu
 
 from paceline.config import Config, load_preset
-from paceline.model import cost, loss
+from paceline.model import cost, gpt, loss
 from paceline.model.gpt import GPT
 
 BYTES_PER_S = 2.5e12  # GELU's kernels; the loss's 2.1e12
@@ -94,7 +94,7 @@ def of_block(model: GPT, batch: int) -> Counter[str]:
         return out
 
     seconds: Counter[str] = Counter()
-    with pretended():
+    with pretended(gpt._compiler_options()):
         for kernel in kernels_of(run, [x_BTC, *block.parameters(), *rotary]):
             part = part_of(kernel.operations, kernel.is_call)
             is_float8 = any("scaled_mm" in name for name in kernel.operations)
