@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.base.errors import UserError
-from paceline.model import cpu, layers
+from paceline.model import cpu, gpt, layers
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT, build
 
@@ -331,3 +331,11 @@ def test_refusals(tokens_BT: torch.Tensor) -> None:
         build(ModelConfig(vocab_size=8), 0, "cpu")
     with pytest.raises(UserError, match=r"17 tokens.*16 positions.*model\.n-positions"):
         build(ModelConfig(**SHAPE), 0, "cpu").logits(torch.zeros(1, 17, dtype=torch.int64))
+
+
+def test_on_gpus_a_compiled_norm_may_read_more_tensors_than_the_compiler_allows() -> None:
+    """A block's first norm reads 16 backward; with torch 2.11 and 2.12 there is no limit, and no option."""
+    options = gpt._compiler_options()
+    torch.compile(lambda x: x, options=options)  # raises for an option that this torch does not know
+    with torch._inductor.config.patch(options):
+        assert getattr(torch._inductor.config.triton, "mix_order_reduction_max_reads", 16) >= 16
