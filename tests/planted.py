@@ -190,6 +190,20 @@ MUTATIONS = (
         "world/test_rendezvous.py::test_ranks_of_different_versions_are_refused",
     ),
     Mutation(
+        "ranks of which one may share a GPU form a world",
+        "world/alike.py",
+        "if other.may_share_gpu != zero.may_share_gpu:",
+        "if False:",
+        "world/test_rendezvous.py::test_ranks_that_disagree_about_sharing_a_gpu_are_refused",
+    ),
+    Mutation(
+        "each rank that shares a GPU takes its whole memory for its own",
+        "world/device.py",
+        "free_bytes=torch.cuda.mem_get_info(device)[0] / ranks_a_gpu",
+        "free_bytes=torch.cuda.mem_get_info(device)[0]",
+        "world/test_device.py::test_ranks_that_share_a_gpu_divide_its_free_memory",
+    ),
+    Mutation(
         "all ranks of a host send each part over the link",
         "world/hierarchy.py",
         "between.sends += [(other, part) for other in speakers if other != rank]",
@@ -895,6 +909,13 @@ MUTATIONS = (
         "tensor.view(-1) for name, tensor in self._anchor.items()}",
         "tensor.view(-1) for name, tensor in self.full_weights().items()}",
         "replica/test_checkpoint_contents.py::test_a_save_without_frozen_parameters_is_restored_to_the_same_ones_only",
+    ),
+    Mutation(
+        "fsdp in a process without a launcher leaves its model on the host",
+        "replica/model.py",
+        "            model.to(world.device)",
+        "            pass",
+        "cuda/test_rehearsal.py::test_a_step_has_no_race_and_no_wait_or_copy_but_those_listed",
     ),
     Mutation(
         "a replica made anew drops the local steps of all ranks but rank 0",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from gpu import CUDA, Gpu, rehearsed
 from rank_facts import FACTS
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -70,7 +72,8 @@ class Rehearsal:
 def rehearsal(
     preset: str, strategy: Any, size: int, *, rank: int = 0, layers: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> Iterator[Rehearsal]:
-    """Yields a rank of a world of this size; inside all tensors are fake. layers: 0: as many as the preset has."""
+    """Yields a rank of a world of this size; inside all tensors are fake. layers: 0: as many as the preset has. A model
+    for fsdp in a process without a launcher (size 1) is made on the host, as by the trainer."""
     config = load_preset(preset, Config()).replace("model", n_positions=SEQ_LEN)
     config = config.replace("model", n_layer=layers or config.model.n_layer)
     gpu = Gpu()
@@ -80,7 +83,8 @@ def rehearsal(
         group: Group = _World(CUDA, 300.0, [""] * size) if size > 1 else _Alone(CUDA)
         if isinstance(group, DistributedGroup):
             group.hosts = hosts
-        with CUDA:
+        is_alone = is_sharded and size == 1
+        with torch.device("cpu") if is_alone else CUDA:
             model = GPT(config.model)
         if dtype == torch.float8_e4m3fn:
             model.use_float8()
@@ -89,11 +93,19 @@ def rehearsal(
         named = list(model.named_parameters())
         optimizers = make_optimizers(config.optim, named, lr=1e-3, weight_decay=0.1, compute_dtype=dtype)
         world = _world(group, rank, size)
-        replica = Replica(model, optimizers, world, strategy=strategy, blocks=list(model.layers))
+        with patch.object(nn.Module, "to", _fake_to) if is_alone else nullcontext():
+            replica = Replica(model, optimizers, world, strategy=strategy, blocks=list(model.layers))
         replica.waits_at_once = False
         replica.scaler = LossScaler.for_dtype(dtype)
         replica.compare_every = 0  # as train/meet.py does
         yield Rehearsal(gpu, replica, group, micro_batch=2)  # two chunks of the loss
+
+
+def _fake_to(module: nn.Module, device: torch.device) -> nn.Module:
+    """As `nn.Module.to`, which puts others in the place of fake parameters; real ones stay the same objects."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        cast(FakeTensor, tensor).fake_device = device
+    return module
 
 
 class _Grid(dict[str, DeviceMesh]):

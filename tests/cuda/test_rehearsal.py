@@ -43,6 +43,7 @@ def _pretended() -> None:
     ("preset", "strategy", "size", "layers", "micro_batches", "dtype"),
     [
         ("gpt2-124m", "ddp", 1, 1, 1, torch.float8_e4m3fn),
+        ("gpt2-124m", "fsdp", 1, 1, 2, BF16),  # without a launcher: its model is made on the host
         ("gpt2-124m", "ddp", 8, 1, 3, FP16),
         ("gpt2-124m", "naive", 2, 1, 1, BF16),
         ("gpt2-124m-modern", "zero", 8, 1, 0, BF16),  # a rank without a micro-batch

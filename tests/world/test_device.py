@@ -21,6 +21,7 @@ from ranks import run_ranks
 from paceline.base.errors import UserError
 from paceline.cli import start
 from paceline.world import device as device_module
+from paceline.world import env as env_module
 from paceline.world import processor
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
@@ -328,12 +329,63 @@ def test_a_rank_has_the_gpu_of_its_number_or_the_only_one_its_task_is_shown(
 
 
 @pytest.mark.parametrize(
+    ("num_gpus", "local_rank", "local_ranks", "device"),
+    [(1, 3, 4, "cuda:0"), (2, 3, 4, "cuda:1"), (8, 3, 4, "cuda:3"), (0, 3, 4, "cpu")],
+)
+def test_ranks_share_gpus_in_turn_if_a_test_says_so(
+    num_gpus: int, local_rank: int, local_ranks: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finds: four ranks on one GPU are sent to the CPU, or refused."""
+    monkeypatch.setattr(device_module, "count_gpus", lambda: num_gpus)
+    monkeypatch.setenv("PACELINE_SHARE_GPU", "1")
+    for wanted in ("auto", "cuda") if num_gpus else ("auto",):
+        assert choose_device(wanted, local_rank, local_ranks, local_ranks) == torch.device(device)
+    monkeypatch.setenv("PACELINE_SHARE_GPU", "0")
+    assert choose_device("auto", local_rank, local_ranks, local_ranks).type == ("cuda" if num_gpus == 8 else "cpu")
+
+
+def test_ranks_that_share_a_gpu_divide_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds: each of four ranks takes the whole memory of one GPU for its own, and chooses a micro-batch for it."""
+    monkeypatch.setattr(device_module, "count_gpus", lambda: 2)
+    for name, answer in {
+        "get_device_capability": (9, 0),
+        "get_device_name": "NVIDIA H100",
+        "mem_get_info": (80e9, 90e9),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer)
+    found = {}
+    for value in ("", "1"):
+        monkeypatch.setenv("PACELINE_SHARE_GPU", value)
+        found[value] = own_facts(torch.device("cuda"), "nccl", (1, ""), 4).free_bytes
+    assert found == {"": 80e9, "1": 40e9}
+
+
+@pytest.mark.parametrize("on_one_host", [True, False])
+def test_nccl_takes_each_rank_for_a_host_and_what_the_user_set_stays(
+    on_one_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finds: all ranks have one host id, and ranks of several machines listen on loopback."""
+    names = ("NCCL_HOSTID", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    device_module.let_nccl_share_gpu(3, on_one_host=on_one_host)
+    loopback = env_module.interface_of("127.0.0.1") if on_one_host else None
+    assert [os.environ.get(name) for name in names] == ["rank3", "1", loopback]
+    for name in names:
+        monkeypatch.setenv(name, "mine")
+    device_module.let_nccl_share_gpu(3, on_one_host=on_one_host)
+    assert [os.environ.get(name) for name in names] == ["mine"] * 3
+
+
+@pytest.mark.parametrize(
     ("num_gpus", "device", "ranks"), [(8, "auto", 8), (1, "cuda", 1), (8, "cpu", 4), (0, "auto", 4)]
 )
 def test_nproc_auto_is_one_rank_for_each_gpu(
     num_gpus: int, device: Any, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_module, "count_gpus", lambda: num_gpus)
+    monkeypatch.setenv("PACELINE_SHARE_GPU", "1")  # that ranks may share a GPU does not make them more
     monkeypatch.setattr(start, "usable_cores", lambda: 64)
     monkeypatch.setattr(start, "free_memory", lambda: 1 << 40)
     assert start.find_world("auto", ParallelConfig(device=device))[1] == ranks

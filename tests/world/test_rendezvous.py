@@ -42,6 +42,10 @@ def be_a_rank(results: Any, env: Environment, after_s: float, options: dict[str,
     if ahead_s := options.get("clock_of", {}).get(env.rank):
         real = time.time
         time.time = lambda: real() + ahead_s
+    if env.rank in options.get("shares_gpu", ()):
+        os.environ["PACELINE_SHARE_GPU"] = "1"
+    if gpu := options.get("gpu"):
+        rendezvous.this_rank = lambda *given: replace(alike.this_rank(*given), gpu=gpu)
     if backend := options.get("backend_of", {}).get(env.rank):
         process_group._choose_backend = lambda *_: backend
     try:
@@ -243,6 +247,27 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
     assert alike.difference([me, other]) == ""
     says = alike.difference([me, other, third])
     assert re.search(r"rank 0 \(.*\) and rank 2 \(.*\) would compute on the same GPU, a: show each task its own", says)
+    assert "for a test, PACELINE_SHARE_GPU=1 on all ranks lets them share it" in says
+    assert alike.difference([replace(hello, may_share_gpu=True) for hello in (me, other, third)]) == ""
+
+
+def test_ranks_that_disagree_about_sharing_a_gpu_are_refused(agents_store: TCPStore) -> None:
+    """Finds: two ranks of which one alone was told so share a GPU, or wait for each other in NCCL."""
+    rows = Ranks(*(place(rank, 2, agents_store.port) for rank in range(2)), shares_gpu=[1]).ended()
+    assert [row[1] for row in rows] == ["UserError"] * 2
+    says = r"rank 1 \(.*\) has PACELINE_SHARE_GPU=1, and rank 0 \(.*\) has not: set it for all ranks"
+    assert all(re.search(says, row[2]) and row[3] < 10 for row in rows), rows
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_ranks_that_all_were_told_to_share_one_gpu_form_a_world(agents_store: TCPStore, is_shared: bool) -> None:
+    """Finds: they are refused all the same, or without the variable are not. A pretended GPU, and Gloo."""
+    envs = [place(rank, 2, agents_store.port) for rank in range(2)]
+    rows = Ranks(*envs, gpu="one", shares_gpu=[0, 1] if is_shared else []).ended()
+    if is_shared:
+        assert [row[3] for row in rows] == [2.0, 2.0], rows
+    else:
+        assert all("would compute on the same GPU, one: show each task" in row[2] for row in rows), rows
 
 
 def test_ranks_of_different_versions_are_refused() -> None:

@@ -10,6 +10,7 @@ import torch
 from paceline import __version__
 from paceline.base.process import namespace
 from paceline.base.units import listed
+from paceline.world.device import SHARE_GPU, may_share_gpu
 from paceline.world.env import Environment, interfaces_text, is_loopback, transfer_address
 from paceline.world.peer import Peer, this_process
 
@@ -30,6 +31,7 @@ class Hello:
     backend: str
     device: str
     gpu: str  # its UUID; empty: none
+    may_share_gpu: bool
     versions: dict[str, str]  # of libraries that must be the same
     problem: str = ""  # why this rank will not train
 
@@ -48,6 +50,7 @@ def this_rank(env: Environment, interface: str, backend: str, device: str, probl
         backend=backend,
         device=device,
         gpu=str(torch.cuda.get_device_properties().uuid) if device == "cuda" else "",
+        may_share_gpu=may_share_gpu(),
         versions={"torch": torch.__version__.split("+")[0], "paceline": __version__},
         problem=problem,
     )
@@ -75,6 +78,12 @@ def difference(present: Sequence[Hello]) -> str:
                     f"{other.peer.shown} has {name} {other.versions[name]}, and {zero.peer.shown} {name} {version}: "
                     "their results would differ. Install the same version on all hosts"
                 )
+        if other.may_share_gpu != zero.may_share_gpu:
+            one, without = (other, zero) if other.may_share_gpu else (zero, other)
+            return (
+                f"{one.peer.shown} has {SHARE_GPU}=1, and {without.peer.shown} has not: set it for all ranks, if they "
+                "are to share a GPU in a test, or for none"
+            )
         if other.backend != zero.backend:
             return (
                 f"{other.peer.shown} computes on {other.device} and would communicate by {other.backend}, and "
@@ -95,10 +104,11 @@ def _unreachable_or_shared(present: Sequence[Hello]) -> str:
                 f"{hello.peer.shown} would listen on {hello.address}, where other hosts do not reach it; name its "
                 f"interface with --parallel.interface: {hello.peer.host} has {hello.interfaces}"
             )
-        if hello.gpu in owners:
+        if hello.gpu in owners and not hello.may_share_gpu:
             return (
                 f"{owners[hello.gpu].shown} and {hello.peer.shown} would compute on the same GPU, {hello.gpu}: show "
-                "each task its own (srun --gpus-per-task 1), or all of them all GPUs and give each its LOCAL_RANK"
+                "each task its own (srun --gpus-per-task 1), or all of them all GPUs and give each its LOCAL_RANK; "
+                f"for a test, {SHARE_GPU}=1 on all ranks lets them share it"
             )
         if hello.gpu:
             owners[hello.gpu] = hello.peer

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import math
 import os
 import socket
 import sys
@@ -11,17 +12,35 @@ import torch
 
 from paceline.base.cores import cpu_name
 from paceline.base.errors import UserError
+from paceline.base.net import LOOPBACK
 from paceline.base.units import dtype_name
 from paceline.world.cores import free_memory, usable_cores
+from paceline.world.env import interface_of
 from paceline.world.facts import RankFacts
 from paceline.world.processor import bfloat16_speedup, rounding
 
+SHARE_GPU = "PACELINE_SHARE_GPU"  # 1: ranks may share a GPU, for tests
 _LEAST_SPEEDUP = 1.5  # of a product in bfloat16, for it to be chosen
 
 
 def count_gpus() -> int:
     """Returns the number of GPUs that this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def may_share_gpu() -> bool:
+    """Whether ranks may share a GPU: only if the user says so, since each is slower than alone. It shows on one GPU
+    that several ranks compute the same, not how fast they are."""
+    return os.environ.get(SHARE_GPU) == "1"
+
+
+def let_nccl_share_gpu(rank: int, *, on_one_host: bool) -> None:
+    """Makes NCCL take this rank for a host of its own: it refuses two ranks of a host that have one GPU. Call it before
+    NCCL starts. What the user has set stays. on_one_host: all ranks are, so loopback reaches them."""
+    os.environ.setdefault("NCCL_HOSTID", f"rank{rank}")
+    os.environ.setdefault("NCCL_IB_DISABLE", "1")  # sockets, as between hosts without InfiniBand
+    if on_one_host and (loopback := interface_of(LOOPBACK)):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
 
 
 def choose_device(
@@ -33,6 +52,7 @@ def choose_device(
     num_gpus = count_gpus()
     if num_gpus == 1 and not sees_all_gpus:
         local_rank, local_world_size = 0, 1
+    local_rank, local_world_size = _in_turn(local_rank, local_world_size, num_gpus)
     if wanted == "auto":
         if num_gpus >= local_world_size:
             wanted = "cuda"
@@ -57,6 +77,13 @@ def choose_device(
         if world_size > 1:
             raise UserError("parallel.device mps serves one process only (Gloo has no MPS tensors); use cpu")
     return torch.device(wanted)
+
+
+def _in_turn(local_rank: int, local_world_size: int, num_gpus: int) -> tuple[int, int]:
+    """Returns the number of the GPU that a rank wants, and how many its host's ranks need."""
+    if num_gpus and may_share_gpu():
+        return local_rank % num_gpus, min(local_world_size, num_gpus)
+    return local_rank, local_world_size
 
 
 def use_deterministic_kernels() -> None:
@@ -127,8 +154,10 @@ def why_no_float8(device: torch.device) -> str:
 
 
 def own_facts(device: torch.device, backend: str, threads: tuple[int, str], local_world_size: int) -> RankFacts:
-    """Returns this rank's facts. threads: their number, and why."""
-    is_cuda = device.type == "cuda"
+    """Returns this rank's facts. threads: their number, and why. local_world_size: the ranks of this host, of all
+    launchers, which share its memory, and its GPUs if they may."""
+    is_cuda, num_gpus = device.type == "cuda", count_gpus()
+    ranks_a_gpu = math.ceil(local_world_size / num_gpus) if is_cuda and may_share_gpu() else 1
     dtype, dtype_reason = choose_dtype("auto", device)
     return RankFacts(
         host=socket.gethostname(),
@@ -139,10 +168,10 @@ def own_facts(device: torch.device, backend: str, threads: tuple[int, str], loca
         rounding=rounding() if device.type == "cpu" else "",
         threads=threads[0],
         threads_reason=threads[1],
-        free_bytes=float(torch.cuda.mem_get_info(device)[0]) if is_cuda else free_memory() / local_world_size,
+        free_bytes=torch.cuda.mem_get_info(device)[0] / ranks_a_gpu if is_cuda else free_memory() / local_world_size,
         dtype=dtype_name(dtype),
         dtype_reason=dtype_reason,
-        num_gpus=count_gpus(),
+        num_gpus=num_gpus,
         why_no_float8=why_no_float8(device),
     )
 

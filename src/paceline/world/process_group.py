@@ -18,6 +18,7 @@ from paceline.base.errors import RunError, UserError
 from paceline.base.process import die_with_parent
 from paceline.base.units import listed
 from paceline.world.config import ParallelConfig
+from paceline.world.device import let_nccl_share_gpu, may_share_gpu
 from paceline.world.env import Environment, check_interface
 from paceline.world.errors import lost_peers_named
 from paceline.world.group import DistributedGroup, Group, LocalGroup
@@ -149,6 +150,8 @@ def _open_process_group(
     if config.interface:
         os.environ["GLOO_SOCKET_IFNAME"] = config.interface
         os.environ["NCCL_SOCKET_IFNAME"] = config.interface
+    if backend == "nccl" and may_share_gpu():
+        let_nccl_share_gpu(env.rank, on_one_host=len({peer.machine for peer in joined.peers}) == 1)
     try:
         dist.init_process_group(
             backend,
