@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import shlex
-import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from machine import Failed, Machine, Run
+from machine import STOPPED, Failed, Machine, Run, Skipped
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--preset", "tiny", "--train.sample-tokens", "0", "--checkpoint.every", "0")
@@ -43,13 +41,17 @@ class Check:
     run: Callable[[Machine], str]
     gpus: int = 1
     limit_s: float = 90.0
+    is_alone: bool = False  # made with nothing beside it
 
 
 CHECKS: list[Check] = []
 
 
-def check(name: str, gpus: int = 1, limit_s: float = 90.0) -> Callable[[Callable[[Machine], str]], None]:
-    return lambda run: CHECKS.append(Check(name, run, gpus, limit_s))
+def check(
+    name: str, gpus: int = 1, limit_s: float = 90.0, *, is_alone: bool = False
+) -> Callable[[Callable[[Machine], str]], None]:
+    """gpus: of several, as many ranks on fewer GPUs do, except for speed."""
+    return lambda run: CHECKS.append(Check(name, run, gpus, limit_s, is_alone))
 
 
 def worst(one: Run, other: Run) -> float:
@@ -107,14 +109,14 @@ def compiled(machine: Machine) -> str:
 
 @check("20 steps and a resume give the bits of 40 steps")
 def resume(machine: Machine) -> str:
-    stopped = machine.train(*FLOAT32, "--train.stop-at-step", "20", ends_with=75)
+    stopped = machine.train(*FLOAT32, "--train.stop-at-step", "20", ends_with=STOPPED)
     return same(machine.train(*FLOAT32), machine.resume(stopped))
 
 
 @check("and so with sequences of 1024 in bfloat16, compiled", limit_s=240)
 def resume_long(machine: Machine) -> str:
     flags = (*LONG, "--train.compile")
-    stopped = machine.train(*flags, "--train.stop-at-step", "6", ends_with=75)
+    stopped = machine.train(*flags, "--train.stop-at-step", "6", ends_with=STOPPED)
     return same(machine.train(*flags), machine.resume(stopped))
 
 
@@ -133,7 +135,7 @@ def group_of_one(machine: Machine) -> str:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "paceline", "train")
     single, found = machine.train(*FLOAT32), {}
     for strategy in ("ddp", "zero", "fsdp", "naive"):
-        folder = machine.root / f"grouped-{strategy}"
+        folder = machine.folder("grouped")
         command = [sys.executable, *launcher, "--out", str(folder), *FLOAT32, "--parallel.device", machine.device]
         found[strategy] = worst(single, machine.execute(folder, [*command, "--parallel.strategy", strategy]))
     return within(max(found.values()), 1e-4, ", ".join(f"{name} {gap:.1e}" for name, gap in found.items()))
@@ -142,7 +144,7 @@ def group_of_one(machine: Machine) -> str:
 @check("no unordered access of two streams, by torch's CUDA sanitizer")
 def sanitizer(machine: Machine) -> str:
     if machine.device != "cuda":
-        return "needs a GPU; nothing to rehearse"
+        raise Skipped("needs a GPU; nothing to rehearse")
     flags = ("--train.steps", "2", "--optim.warmup-steps", "1", "--train.eval-every", "-1")
     for strategy in ("ddp", "zero"):
         said = machine.train(*FLOAT32, *flags, "--parallel.strategy", strategy, env={"TORCH_CUDA_SANITIZER": "1"}).said
@@ -171,10 +173,10 @@ EXAMPLES = {  # by the words before the numbers that a script prints
 
 def script(machine: Machine, words: str, name: str, arguments: Sequence[str]) -> str:
     """An example on a CPU, on a GPU, and under torchrun on all GPUs."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(machine.num_gpus))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(machine.num_ranks))
     said = []
     for hidden, before in (({"CUDA_VISIBLE_DEVICES": ""}, ()), ({}, ()), ({}, launcher)):
-        folder = machine.root / f"{name.split('/')[0]}-{len(said)}"
+        folder = machine.folder(name.split("/")[0])
         folder.mkdir()
         command = [sys.executable, *before, str(ROOT / "examples" / name), *arguments]
         env = {"STEPS": "16", "EVAL_EVERY": "4", "OMP_NUM_THREADS": "4", **hidden}
@@ -184,7 +186,7 @@ def script(machine: Machine, words: str, name: str, arguments: Sequence[str]) ->
     if not of_cpu or any(len(losses) != len(of_cpu) for losses in of_gpu):
         raise Failed(said[-1][-600:])
     worst_of_all = max(abs(a - b) for losses in of_gpu for a, b in zip(of_cpu, losses, strict=True))
-    return within(worst_of_all, 2e-3, f"on {machine.num_gpus} ranks, too")
+    return within(worst_of_all, 2e-3, f"on {machine.num_ranks} ranks, too")
 
 
 for (name, *arguments), words in EXAMPLES.items():
@@ -205,125 +207,12 @@ def guide(machine: Machine) -> str:
     return f"{len(said.splitlines())} lines printed"
 
 
-@check("two runs with train.deterministic have the same bits, gpt2-124m compiled", limit_s=240)
+@check("two runs with train.deterministic have the same bits, gpt2-124m compiled", limit_s=240, is_alone=True)
 def deterministic(machine: Machine) -> str:
     preset = "gpt2-124m" if machine.device == "cuda" else "tiny"
     flags = ("--preset", preset, *SPEED, "--train.compile", "--train.deterministic")
     one, other = (machine.train(*flags, env={"REPEAT": repeat}) for repeat in "12")
     return f"{same(one, other)}, {one.median('tokens_per_s'):,.0f} tokens/s"
-
-
-@check("a GPU and a CPU train together over Gloo with the losses of one", limit_s=240)
-def mixed(machine: Machine) -> str:
-    """Two launchers, as on two hosts; the second sees no GPU."""
-    host = shlex.join([sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"])
-    single, found = machine.train(*FLOAT32), {}
-    for name, flags in {
-        "ddp": (),
-        "zero": ("--parallel.strategy", "zero"),
-        "uneven": ("--parallel.shares", "11,1"),
-    }.items():
-        folder = machine.root / f"mixed-{name}"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        words = ["-m", "paceline", "train", "--out", str(folder), *FLOAT32, "--parallel.backend", "gloo", *flags]
-        first, second = (
-            f"{host} --master-addr 127.0.0.1 --master-port {port} --node-rank {rank} {shlex.join(words)}"
-            for rank in (0, 1)
-        )
-        both = machine.execute(folder, ["sh", "-c", f"CUDA_VISIBLE_DEVICES= {second} & {first} && wait $!"])
-        found[name] = worst(single, both)
-    return within(max(found.values()), 1e-3, ", ".join(f"{name} {gap:.1e}" for name, gap in found.items()))
-
-
-# ---- several GPUs ----
-
-
-@check("every strategy on all GPUs has the losses of one", 2, 400)
-def strategies(machine: Machine) -> str:
-    """Every strategy with both optimizers; the tiny batch of 12 leaves some of 5 or more ranks with less."""
-    found = {}
-    for strategy, optimizer in (
-        ("ddp", "adamw"),
-        ("zero", "adamw"),
-        ("fsdp", "adamw"),
-        ("ddp", "muon"),
-        ("zero", "muon"),
-        ("fsdp", "muon"),
-    ):
-        flags = (*FLOAT32, "--optim.name", optimizer)
-        run = machine.train(*flags, "--parallel.strategy", strategy, ranks=machine.num_gpus)
-        found[f"{strategy} {optimizer}"] = worst(machine.train(*flags), run)
-    shown = ", ".join(f"{name} {gap:.1e}" for name, gap in found.items())
-    if any(not gap <= 1e-3 for gap in found.values()):
-        raise Failed(shown)
-    return shown
-
-
-@check("ranks with unequal parts, and one with none, give the losses of one GPU", 2)
-def uneven(machine: Machine) -> str:
-    flags = (*FLOAT32, "--parallel.strategy", "zero")
-    shares = ",".join(["0", "12", *["0"] * machine.num_gpus][: machine.num_gpus])
-    run = machine.train(*flags, "--parallel.shares", shares, ranks=machine.num_gpus)
-    return within(worst(machine.train(*FLOAT32), run), 1e-3, f"shares {shares}")
-
-
-@check("a run of all GPUs resumes on one, and back", 2, 150)
-def other_world(machine: Machine) -> str:
-    flags = (*FLOAT32, "--parallel.strategy", "zero")
-    found = []
-    for before, after in ((machine.num_gpus, 1), (1, machine.num_gpus)):
-        stopped = machine.train(*flags, "--train.stop-at-step", "20", ranks=before, ends_with=75)
-        found.append(worst(machine.train(*FLOAT32), machine.resume(stopped, ranks=after)))
-    return within(max(found), 1e-3)
-
-
-@check("kill -9 of a rank: the others end, and a restart gives the same bits", 2, 150)
-def killed(machine: Machine) -> str:
-    flags = (*FLOAT32, "--checkpoint.every", "5", "--max-restarts", "1")
-    fault = {"PACELINE_FAULTS": "rank=1 step=12 phase=backward kind=kill"}
-    run = machine.train(*flags, ranks=machine.num_gpus, env=fault)
-    whole = machine.train(*FLOAT32, ranks=machine.num_gpus)
-    return f"{same(whole, run)}, {run.seconds - whole.seconds:+.1f} s"
-
-
-def stuck(machine: Machine, fault: str) -> str:
-    """A rank that does not answer is named, and the command ends by itself."""
-    timeouts = ("--parallel.timeout-s", "30", "--parallel.step-timeout-s", "6")
-    faults = {"PACELINE_FAULTS": f"rank=1 step=12 phase=forward {fault}"}
-    run = machine.train(*FLOAT32, *timeouts, ranks=machine.num_gpus, env=faults, ends_with=1)
-    if [1] not in [event["ranks"] for event in run.events("hang")]:
-        raise Failed(f"rank 1 is not named: {run.events('hang')} {run.said[-800:]}")
-    return f"named and ended after {run.seconds:.0f} s"
-
-
-check("SIGSTOP of a rank: it is named, the run ends", 2, 120)(lambda machine: stuck(machine, "kind=stop"))
-check("a rank that sleeps: it is named, the run ends", 2, 120)(lambda m: stuck(m, "kind=sleep seconds=100"))
-
-
-@check("a slow rank is named as a straggler", 2)
-def straggler(machine: Machine) -> str:
-    fault = "rank=1 step=6 phase=forward kind=sleep seconds=0.2 times=40"
-    run = machine.train(*FLOAT32, ranks=machine.num_gpus, env={"PACELINE_FAULTS": fault})
-    named = [(event["rank"], event["since_step"]) for event in run.events("straggler")]
-    if not named or {rank for rank, _ in named} != {1}:
-        raise Failed(f"named: {named}")
-    return f"rank 1, since step {named[0][1]}"
-
-
-@check("a collective's cost, by paceline bench link", 2, 150)
-def link(machine: Machine) -> str:
-    path = machine.root / "link.json"
-    flags = ("--nproc", str(machine.num_gpus), "--parallel.device", machine.device, "--time-budget", "20")
-    machine.paceline(machine.root, "bench", "link", "--preset", "tiny", *flags, "--json", str(path))
-    found = []
-    for measured in json.loads(path.read_text())["collectives"]:
-        largest = measured["times"][-1]
-        found.append(
-            f"{measured['name']} {largest['bus_bytes_per_s'] / 1e9:.2f} GB/s at {largest['num_bytes'] >> 20} MiB"
-        )
-    return ", ".join(found)
 
 
 # ---- speed ----
@@ -366,21 +255,27 @@ def kernels(run: Run) -> str:
     return "; kernels: " + ", ".join(f"{kind} {us / total:.0%}" for kind, us in times.items()) if total else ""
 
 
-check("speed, gpt2-124m compiled", limit_s=200)(lambda m: speed(m, "gpt2-124m", "--train.compile", profile=True))
-check("speed, gpt2-124m eager", limit_s=150)(lambda m: speed(m, "gpt2-124m", "--train.no-compile"))
-check("speed, gpt2-124m-modern compiled", limit_s=200)(lambda m: speed(m, "gpt2-124m-modern", "--train.compile"))
-check("speed, 2048 wide in bfloat16", limit_s=200)(lambda m: speed(m, "gpt2-124m", *WIDE))
-check("speed, 2048 wide in float8", limit_s=200)(lambda m: speed(m, "gpt2-124m", *WIDE, *FLOAT8))
-check("speed, gpt2-124m on all GPUs", 2, 200)(lambda m: speed(m, "gpt2-124m", "--train.compile", ranks=m.num_gpus))
-check("speed, gpt2-124m-modern on all GPUs", 2, 200)(
-    lambda m: speed(m, "gpt2-124m-modern", "--train.compile", ranks=m.num_gpus)
+check("speed, gpt2-124m compiled", limit_s=200, is_alone=True)(
+    lambda m: speed(m, "gpt2-124m", "--train.compile", profile=True)
+)
+check("speed, gpt2-124m eager", limit_s=150, is_alone=True)(lambda m: speed(m, "gpt2-124m", "--train.no-compile"))
+check("speed, gpt2-124m-modern compiled", limit_s=200, is_alone=True)(
+    lambda m: speed(m, "gpt2-124m-modern", "--train.compile")
+)
+check("speed, 2048 wide in bfloat16", limit_s=200, is_alone=True)(lambda m: speed(m, "gpt2-124m", *WIDE))
+check("speed, 2048 wide in float8", limit_s=200, is_alone=True)(lambda m: speed(m, "gpt2-124m", *WIDE, *FLOAT8))
+check("speed, gpt2-124m on all GPUs", 2, 200, is_alone=True)(
+    lambda m: speed(m, "gpt2-124m", "--train.compile", ranks=m.num_ranks)
+)
+check("speed, gpt2-124m-modern on all GPUs", 2, 200, is_alone=True)(
+    lambda m: speed(m, "gpt2-124m-modern", "--train.compile", ranks=m.num_ranks)
 )
 
 
-@check("memory: the chosen micro-batch fits, and leaves little unused", limit_s=200)
+@check("memory: the chosen micro-batch fits, and leaves little unused", limit_s=200, is_alone=True)
 def memory(machine: Machine) -> str:
     if machine.device != "cuda":
-        return "needs a GPU; nothing to rehearse"
+        raise Skipped("needs a GPU; nothing to rehearse")
     with most_memory() as seen:
         machine.train("--preset", "gpt2-124m", *SPEED, "--train.compile", "--train.seed", "1")
     total = torch.cuda.get_device_properties(0).total_memory / 2**20

@@ -1,5 +1,6 @@
 """The machine that is checked: its facts, and runs of paceline on it with a time limit."""
 
+import itertools
 import json
 import os
 import platform
@@ -9,7 +10,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,15 @@ QUERY = (
     "name,driver_version,memory.total,memory.used,clocks.sm,clocks.max.sm,power.limit,temperature.gpu,ecc.mode.current"
 )
 
+STOPPED = 75  # the exit status of a run that can be continued
+
 
 class Failed(Exception):
     """A check found something wrong; the text says what."""
+
+
+class Skipped(Exception):
+    """A check cannot be made on this machine; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -64,26 +72,42 @@ class Run:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@dataclass
+@dataclass(frozen=True)
 class Machine:
-    """Where the checks run. With device "cpu" the ranks are processes of one core: a rehearsal."""
+    """Where a check runs. With device "cpu" the ranks are processes on the CPU: a rehearsal."""
 
     device: str
-    num_gpus: int
+    num_ranks: int  # of the checks for several GPUs
+    num_gpus: int  # fewer than ranks: they share GPUs
     root: Path
-    deadline: float = 0.0  # of the current check, by time.monotonic()
-    known: dict[tuple[object, ...], Run] = field(default_factory=dict)
+    deadline: float = 0.0  # of this check, by time.monotonic()
+    known: "dict[tuple[object, ...], Future[Run]]" = field(default_factory=dict)  # of all checks
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # of folders
+
+    @property
+    def shares_gpu(self) -> bool:
+        return 0 < self.num_gpus < self.num_ranks
 
     def train(self, *flags: str, ranks: int = 1, env: Mapping[str, str] = {}, ends_with: int = 0) -> Run:
-        """Returns a run of `paceline train` with these flags; the same run is made once. Raises Failed for another
-        exit status, and at the current check's time limit."""
-        key = (*flags, ranks, *sorted(env.items()))
-        if key not in self.known:
-            folder = self.root / f"run-{len(list(self.root.glob('run-*')))}"
-            device = () if "--parallel.device" in flags else ("--parallel.device", self.device)
-            words = ["train", "--out", str(folder), *flags, *device, "--nproc", str(ranks)]
-            self.known[key] = self.paceline(folder, *words, env=env, ends_with=ends_with)
-        return self.known[key]
+        """Returns a run of `paceline train` with these flags. The same run is made once, except one that stops and may
+        be continued. Raises Failed for another exit status, and at this check's time limit."""
+        device = () if "--parallel.device" in flags else ("--parallel.device", self.device)
+        folder = self.folder("run")
+        words = ["train", "--out", str(folder), *flags, *device, "--nproc", str(ranks)]
+        if ends_with == STOPPED:
+            return self.paceline(folder, *words, env=env, ends_with=ends_with)
+        made: Future[Run] = Future()
+        known = self.known.setdefault((*flags, ranks, *sorted(env.items())), made)  # at once, for checks in threads
+        if known is made:
+            try:
+                made.set_result(self.paceline(folder, *words, env=env, ends_with=ends_with))
+            except BaseException as error:
+                made.set_exception(error)
+        return known.result()
+
+    def folder(self, name: str) -> Path:
+        """Returns the path of a folder that does not exist yet."""
+        return self.root / f"{name}-{next(self.numbers)}"
 
     def resume(self, run: Run, *flags: str, ranks: int = 1) -> Run:
         return self.paceline(run.folder, "resume", str(run.folder), *flags, "--nproc", str(ranks))
@@ -98,8 +122,10 @@ class Machine:
         env: Mapping[str, str] = {},
         ends_with: int = 0,
         cwd: Path | None = None,
+        stop_when: Callable[[], bool] | None = None,
     ) -> Run:
-        """Runs a command, and ends it with all its processes at the time limit."""
+        """Runs a command, and ends it with all its processes at the time limit. stop_when: asked five times a second;
+        the first True sends SIGTERM to the command alone."""
         began = time.monotonic()
         program = subprocess.Popen(
             command,
@@ -110,8 +136,13 @@ class Machine:
             text=True,
             start_new_session=True,
         )
+        while stop_when is not None and program.poll() is None and time.monotonic() < self.deadline:
+            if stop_when():
+                program.send_signal(signal.SIGTERM)
+                break
+            time.sleep(0.2)
         try:
-            said, _ = program.communicate(timeout=max(1.0, self.deadline - began))
+            said, _ = program.communicate(timeout=max(1.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired as late:
             os.killpg(program.pid, signal.SIGKILL)
             said, _ = program.communicate()
@@ -125,7 +156,9 @@ class Machine:
         """Returns what the figures depend on; a value that cannot be learnt is left out."""
         found: dict[str, Any] = {
             "device": torch.cuda.get_device_name() if self.device == "cuda" else platform.processor() or "cpu",
-            "num_gpus": self.num_gpus if self.device == "cuda" else 0,
+            "num_gpus": self.num_gpus,
+            "num_ranks": self.num_ranks,
+            "ranks_share_a_gpu": self.shares_gpu,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "cuda": torch.version.cuda,
