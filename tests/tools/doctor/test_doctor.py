@@ -80,6 +80,7 @@ def test_a_machine_with_everything_wrong(tmp_path: Path) -> None:
         "NCCL_SOCKET_IFNAME": "ib7",
         "NCCL_P2P_DISABLE": "1",
         "CUDA_LAUNCH_BLOCKING": "1",
+        "PACELINE_SHARE_GPU": "1",
         "HTTPS_PROXY": "http://me:secret@proxy:3128",
         "PACELINE_CACHE": str(tmp_path / "cache"),
     }
@@ -102,7 +103,8 @@ def test_a_machine_with_everything_wrong(tmp_path: Path) -> None:
     assert "taskset -c 0-" in the(found, "cores", "warning", "affinity mask allows 1")
     assert the(found, "cores", "warning", "take turns") == "--nproc 1"
     assert the(found, "environment", "warning", "NCCL_P2P_DISABLE=1") == "unset NCCL_P2P_DISABLE"
-    assert the(found, "environment", "warning", "CUDA_LAUNCH_BLOCKING") == "unset CUDA_LAUNCH_BLOCKING"
+    for name in ("CUDA_LAUNCH_BLOCKING", "PACELINE_SHARE_GPU"):
+        assert the(found, "environment", "warning", name) == f"unset {name}"
     assert the(found, "environment", "ok", "HTTPS_PROXY", "ranks do not") == ""
     assert "secret" not in ended.out
     assert "it has: " in the(found, "interface", "failure", "eth99")

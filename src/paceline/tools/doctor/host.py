@@ -205,6 +205,7 @@ def _interface_to_others(address: str) -> str:
 # By beginning of the name: what it does, and the values that make runs slow or wrong.
 _VARIABLES = (
     ("CUDA_VISIBLE_DEVICES", "hides all other GPUs from ranks", r"^$|^-1"),
+    ("PACELINE_SHARE_GPU", "lets ranks share a GPU, for tests: slow", "1"),
     ("CUDA_LAUNCH_BLOCKING", "waits for each kernel: slow", "1"),
     ("NCCL_(P2P|SHM|IB)_DISABLE", "takes a fast way between GPUs away from NCCL", "1"),
     ("NCCL_SOCKET_IFNAME|GLOO_SOCKET_IFNAME", "names the interface of ranks", None),
