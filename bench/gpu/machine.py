@@ -136,17 +136,20 @@ class Machine:
             text=True,
             start_new_session=True,
         )
-        while stop_when is not None and program.poll() is None and time.monotonic() < self.deadline:
-            if stop_when():
-                program.send_signal(signal.SIGTERM)
-                break
-            time.sleep(0.2)
         try:
+            while stop_when is not None and program.poll() is None and time.monotonic() < self.deadline:
+                if stop_when():
+                    program.send_signal(signal.SIGTERM)
+                    break
+                time.sleep(0.2)
             said, _ = program.communicate(timeout=max(1.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired as late:
             os.killpg(program.pid, signal.SIGKILL)
             said, _ = program.communicate()
             raise Failed(f"no end after {time.monotonic() - began:.0f} s: {said[-600:]}") from late
+        except KeyboardInterrupt:  # the command has a session of its own, which Ctrl-C does not reach
+            os.killpg(program.pid, signal.SIGKILL)
+            raise
         if program.returncode != ends_with:
             reasons = [line for line in said.splitlines() if line.startswith("error")]  # a launcher's traceback follows
             raise Failed(f"ended with {program.returncode} instead of {ends_with}: {reasons} {said[-1500:]}")
