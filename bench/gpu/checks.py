@@ -171,6 +171,9 @@ EXAMPLES = {  # by the words before the numbers that a script prints
 }
 
 
+_PROGRESS = re.compile(r"^step \d+/.*$", re.MULTILINE)  # of a run: it comes by the clock
+
+
 def script(machine: Machine, words: str, name: str, arguments: Sequence[str]) -> str:
     """An example on a CPU, on a GPU, and under torchrun on all GPUs."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(machine.num_ranks))
@@ -180,7 +183,7 @@ def script(machine: Machine, words: str, name: str, arguments: Sequence[str]) ->
         folder.mkdir()
         command = [sys.executable, *before, str(ROOT / "examples" / name), *arguments]
         env = {"STEPS": "16", "EVAL_EVERY": "4", "OMP_NUM_THREADS": "4", **hidden}
-        said.append(machine.execute(folder, command, env=env, cwd=folder).said)
+        said.append(_PROGRESS.sub("", machine.execute(folder, command, env=env, cwd=folder).said))
     # Two networks against each other make rounding larger, so the first losses are compared.
     of_cpu, *of_gpu = ([float(number) for number in re.findall(rf"(?:{words}) ([\d.]+)", text)][:40] for text in said)
     if not of_cpu or any(len(losses) != len(of_cpu) for losses in of_gpu):
