@@ -911,13 +911,6 @@ MUTATIONS = (
         "replica/test_checkpoint_contents.py::test_a_save_without_frozen_parameters_is_restored_to_the_same_ones_only",
     ),
     Mutation(
-        "fsdp in a process without a launcher leaves its model on the host",
-        "replica/model.py",
-        "            model.to(world.device)",
-        "            pass",
-        "cuda/test_rehearsal.py::test_a_step_has_no_race_and_no_wait_or_copy_but_those_listed",
-    ),
-    Mutation(
         "a replica made anew drops the local steps of all ranks but rank 0",
         "replica/model.py",
         "            if all(other.number in row for row in rows):\n",
