@@ -3,7 +3,7 @@
 
     python bench/gpu/kernels.py check                # against float64; without a GPU in Triton's interpreter, small
     python bench/gpu/kernels.py build                # for Hopper, without one: registers, what they spill, instructions
-    python bench/gpu/kernels.py time [--batch 32] [--rounds 5] [--only WORD]    # needs a GPU, or --rehearse
+    python bench/gpu/kernels.py time [--batch 32] [--width 768] [--only WORD]    # needs a GPU, or --rehearse
 
 `time` trains with each variant in turn: tokens/s and MFU of a micro-batch's forward and backward pass, as a ratio to
 what paceline does today in the same round, and how far the losses of a few updates are apart. Needs the package triton;
@@ -209,6 +209,7 @@ def variants(fused: ModuleType) -> dict[str, Callable[[gpt.GPT], None]]:
         "GELU in products": lambda model: fused.use_mlp(model, fused.How(gelu=True)),
         "residual in products": lambda model: fused.use_mlp(model, fused.How(residual=True)),
         "all of ours": all_of_ours,
+        "float8": lambda model: model.use_float8(),
         "autotuned products": autotuned,
         "norms as torch 2.13 splits them": split_norms,
         "FlashAttention 4": flash_4,
@@ -265,7 +266,7 @@ def model_config(options: argparse.Namespace) -> ModelConfig:
     config = load_preset(options.preset, Config()).replace("model", n_positions=1024).model
     if options.rehearse:
         return replace(config, n_layer=1, n_head=2, n_embd=64, vocab_size=320, n_positions=32)
-    return config
+    return replace(config, n_embd=options.width, n_head=options.width // 64)
 
 
 def time_variants(options: argparse.Namespace) -> int:
@@ -305,6 +306,7 @@ def main() -> int:
     parser.add_argument("what", choices=("check", "build", "time", "run"), help="run: one variant, as `time` starts it")
     parser.add_argument("--preset", default="gpt2-124m")
     parser.add_argument("--batch", type=int, default=32, help="sequences of 1024 tokens")
+    parser.add_argument("--width", type=int, default=768, help="of the model, with heads of 64")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="variants with this word in their names, beside today's")
     parser.add_argument("--updates", type=int, default=10, help="whose losses are shown")

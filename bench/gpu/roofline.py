@@ -109,6 +109,7 @@ def of_block(model: GPT, batch: int) -> Counter[str]:
 def estimate(
     preset: str,
     batch: int,
+    width: int,
     *,
     gelu: bool = False,
     residual: bool = False,
@@ -116,7 +117,7 @@ def estimate(
     float8: bool = False,
 ) -> None:
     """Prints a preset's estimate, with the kernels of fused.py that are named."""
-    config = load_preset(preset, Config()).replace("model", n_positions=SEQ_LEN)
+    config = load_preset(preset, Config()).replace("model", n_positions=SEQ_LEN, n_embd=width, n_head=width // 64)
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda", 0):
             model = GPT(config.model)
@@ -163,6 +164,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="gpt2-124m")
     parser.add_argument("--batch", type=int, default=32, help=f"sequences of {SEQ_LEN} tokens")
+    parser.add_argument("--width", type=int, default=768, help="of the model, with heads of 64")
     options = parser.parse_args()
     if reason := no_gpu.why_not():
         sys.exit(reason)
@@ -172,12 +174,12 @@ if __name__ == "__main__":
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal=True)[0]
 
     F.scaled_dot_product_attention = flash  # what torch would choose for an H100 moves the same bytes
-    estimate(options.preset, options.batch)
-    estimate(options.preset, options.batch, float8=True)
+    estimate(options.preset, options.batch, options.width)
+    estimate(options.preset, options.batch, options.width, float8=True)
     has_gelu = load_preset(options.preset, Config()).model.arch == "gpt2"
     for names in (("gelu",), ("residual",), ("loss_kernel",), ("gelu", "residual", "loss_kernel")):
         if has_gelu or names != ("gelu",):
             usable = [name for name in names if has_gelu or name != "gelu"]
-            estimate(options.preset, options.batch, **dict.fromkeys(usable, True))
+            estimate(options.preset, options.batch, options.width, **dict.fromkeys(usable, True))
     sys.stdout.flush()
     os._exit(0)  # torch's thread for the pretended device aborts a usual exit now and then
