@@ -1,17 +1,18 @@
 # make setup | train | test | test-long | test-alone | check | docs | dist   PYTHON=python3.12 make setup chooses the interpreter (3.11 to 3.14)
 PYTHON ?= python3
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 
 .PHONY: setup train test test-long test-alone check docs dist clean
 
 setup: $(VENV)/installed
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || \
 		{ echo "paceline needs Python 3.11 to 3.14; $(PYTHON) is $$($(PYTHON) --version). Try PYTHON=python3.12 make setup"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(INSTALL_FLAGS) --editable '.[dev]' --constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(INSTALL_FLAGS) --editable '.[dev]' --constraint $(CONSTRAINTS)
 	@touch $@
 
 train: setup  ## the main job: a model on this machine's cores, in under three minutes of training

@@ -120,6 +120,13 @@ MUTATIONS = (
     ),
     # ---- world: who takes part, what is sent, who is named ----
     Mutation(
+        "a torch without a private name that we use ends at the first step",
+        "world/runtime.py",
+        "    check_private_names()\n    adopted = None\n",
+        "    adopted = None\n",
+        "world/test_torch_version.py::test_a_torch_without_what_we_use_is_refused_before_the_first_step",
+    ),
+    Mutation(
         "a broadcast from rank 0 instead of the source",
         "world/group.py",
         "dist.broadcast(sent, source, ",
@@ -2343,6 +2350,13 @@ MUTATIONS = (
         "until = max(began + wait_s, time.monotonic() + 0.5 * wait_s)",
         "until = began + wait_s",
         "tools/doctor/test_findings.py::test_a_host_that_was_long_at_its_own_checks_still_waits_for_the_others",
+    ),
+    Mutation(
+        "the doctor takes each torch for one that was tested",
+        "tools/doctor/host.py",
+        "if torch_version.is_tested():",
+        "if torch_version.TESTED:",
+        "tools/doctor/test_findings.py::test_a_torch_that_was_not_tested_is_a_warning",
     ),
     Mutation(
         "the busiest program is the oldest",

@@ -149,6 +149,8 @@ def why_no_float8(device: torch.device) -> str:
     """Returns why this device has no float8 products; empty if it has."""
     if device.type != "cuda":
         return f"{device.type} has no float8 units"
+    if not hasattr(torch, "_scaled_mm"):  # private, may go
+        return f"torch {torch.__version__} has no _scaled_mm"
     major, minor = torch.cuda.get_device_capability(device)
     return "" if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no float8 units; 8.9 has"
 

@@ -24,6 +24,7 @@ from paceline.world.facts import RankFacts, warn_of_idle_gpus
 from paceline.world.group import Group, ReduceOp
 from paceline.world.peer import Peer, this_process
 from paceline.world.process_group import adopt_group, join_open_group, open_group, store_of_open_group
+from paceline.world.torch_version import check_private_names
 from paceline.world.torchrun import check_nodes, compare_clocks, warn_of_lost_hosts
 
 Number = TypeVar("Number", float, torch.Tensor)
@@ -211,10 +212,11 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
 
     env: None: a process group of torch.distributed that is already open, and stays open; without one the environment's.
 
-    Raises UserError for what the user must change (a missing interface, device or port; a wrong world size; two
-    processes as one rank; clocks apart), RunError if the ranks do not find each other. After an error it calls no
-    collective: the peers may be gone, and notice this rank's exit.
+    Raises UserError for what the user must change (a torch without what we use; a missing interface, device or port; a
+    wrong world size; two processes as one rank; clocks apart), RunError if the ranks do not find each other. After an
+    error it calls no collective: the peers may be gone, and notice this rank's exit.
     """
+    check_private_names()
     adopted = None
     if env is None and dist.is_initialized():
         env, adopted = join_open_group(store_of_open_group(), dist.get_rank(), dist.get_world_size(), config.timeout_s)

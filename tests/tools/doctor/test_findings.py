@@ -18,9 +18,10 @@ from paceline.tools.doctor import devices, doctor, files
 from paceline.tools.doctor.compare import _speed, _versions
 from paceline.tools.doctor.devices import driver
 from paceline.tools.doctor.finding import ok
-from paceline.tools.doctor.host import Place, busiest, described, environment, interface
+from paceline.tools.doctor.host import Place, busiest, described, environment, interface, versions
 from paceline.tools.doctor.link import Listener, largest_packet, measure
 from paceline.tools.doctor.meeting import Report
+from paceline.world import torch_version
 from paceline.world.env import Environment
 
 Versions = dict[str, str]
@@ -50,6 +51,24 @@ def test_another_version_is_mended_by_what_can_be_installed(
 ) -> None:
     found = reports(*({"versions": {"torch": "2.13.0", **own}} for own in (first, second)))
     assert [(verdict[0], verdict[2]) for verdict in _versions(1, found)] == [(level, fix)]
+
+
+@pytest.mark.parametrize(
+    "version", ["2.10.0", "2.11.0+cu130", "2.13.0", "2.15.1.post2", "2.16.0.dev20261130", "2.1.5", "3.13"]
+)
+def test_a_torch_that_was_not_tested_is_a_warning(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutation: each is taken for tested. Finds texts compared as numbers or by their beginnings, too."""
+    monkeypatch.setattr(torch_version, "TESTED", ("2.11", "2.12", "2.13", "2.14", "2.15"))
+    monkeypatch.setattr(torch, "__version__", version)
+    [(level, seen, fix)] = versions(place_of(tmp_path))
+    assert all(part in seen for part in (f"torch {version}, ", "tested with torch 2.11 to 2.15"))
+    if version[:5] in ("2.11.", "2.13.", "2.15."):
+        assert (level, fix) == ("ok", "")
+    else:
+        assert level == "warning"
+        assert fix == "pip install 'torch==2.15.*', or try this one: paceline verify --nproc 2"
 
 
 def test_the_two_busiest_programs_are_named() -> None:

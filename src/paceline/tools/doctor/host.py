@@ -24,6 +24,7 @@ from paceline.base.errors import nearest
 from paceline.config import Config
 from paceline.record.console import Console
 from paceline.tools.doctor.finding import Verdict, failure, ok, warning
+from paceline.world import torch_version
 from paceline.world.cores import cgroup_quota, free_memory, usable_cores
 from paceline.world.device import choose_threads
 from paceline.world.env import check_interface, interface_of, interfaces_text, is_loopback, transfer_address
@@ -62,7 +63,14 @@ def versions(place: Place) -> Iterator[Verdict]:
     if torch.cuda.is_available():
         by_name["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     place.notes["versions"] = by_name
-    yield ok(", ".join(f"{name} {version}" for name, version in by_name.items()))
+    seen = ", ".join(f"{name} {version}" for name, version in by_name.items())
+    seen += f"; tested with torch {torch_version.tested_text()}"
+    if torch_version.is_tested():
+        yield ok(seen)
+    else:
+        fix = f"pip install 'torch=={torch_version.TESTED[-1]}.*', or try this one: paceline verify --nproc 2"
+        yield warning(f"{seen}, not with this one", fix)
+    torch_version.check_private_names()
 
 
 def cores(place: Place) -> Iterator[Verdict]:
