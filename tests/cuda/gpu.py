@@ -114,6 +114,7 @@ class Gpu:
 
 class Stream:
     device, cuda_stream = CUDA, 0
+    stream_id, device_index, device_type = 0, CUDA.index, 1  # of torch.Stream: fsdp of 2.15 looks at them
 
     def __init__(self, gpu: Gpu, is_default: bool = False) -> None:
         self.gpu, self.number = gpu, 0 if is_default else gpu.number()

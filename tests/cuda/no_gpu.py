@@ -1,8 +1,8 @@
-"""Lets fake tensors on "cuda" take part in autograd on a CPU build of torch, on a machine without a GPU.
+"""Lets fake tensors on "cuda" take part in autograd on a machine without a GPU.
 
-A CUDA build without a GPU needs nothing of this: FakeTensorMode gives it a device guard that does nothing. A CPU build
-has no guard that could be replaced, and its engine asks `hasCUDA()` before it runs a backward pass on "cuda". Both are
-answered here by copies of C++ vtables, in this process only. So it is tied to torch's version.
+FakeTensorMode gives a CUDA build a device guard that does nothing. A CPU build has no guard that could be replaced: it
+gets one here, which is tied to torch's version. The engine of both asks CUDA's hooks before it runs a backward pass on
+"cuda"; they answer here as on a machine with a GPU. Both are copies of C++ vtables, in this process only.
 """
 
 import ctypes
@@ -16,24 +16,35 @@ TORCH = "2.13.0"
 _CUDA, _META = 1, 14  # c10::DeviceType
 _ROOT = Path(torch.__file__).parent
 _kept: list[object] = []  # what C++ points to
+_is_done = False
 
 Table = ctypes.Array[ctypes.c_void_p]
 
 
 def why_not() -> str:
     """Why this build cannot be made to believe in a GPU; empty if it can."""
-    if torch.version.cuda is not None:
-        return "a build of torch with CUDA"
+    if torch.cuda.is_available():
+        return "there is a GPU"
     found = torch.__version__.split("+")[0]
-    return "" if found == TORCH else f"torch {found}; written for the C++ interfaces of {TORCH}"
+    is_known = torch.version.cuda is not None or found == TORCH
+    return "" if is_known else f"a CPU build of torch {found}; written for the C++ interfaces of {TORCH}"
 
 
 def pretend() -> None:
     """Makes torch take "cuda" for a device of this machine that has no streams and no kernels. Again: does nothing."""
-    c10, cpu = (ctypes.CDLL(str(_ROOT / "lib" / name)) for name in ("libc10.so", "libtorch_cpu.so"))
-    guards = (ctypes.c_void_p * 22).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
-    if guards[_CUDA]:
+    global _is_done
+    if _is_done:
         return
+    _is_done = True
+    if torch.version.cuda is None:
+        _make_guard()
+    _make_hooks()
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+
+
+def _make_guard() -> None:
+    c10 = ctypes.CDLL(str(_ROOT / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 22).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
     guard = ctypes.cast(guards[_META], ctypes.POINTER(ctypes.c_void_p))
     slots = [*_virtuals("c10/core/impl/DeviceGuardImplInterface.h", "DeviceGuardImplInterface"), "~", "~"]
     table = _copied(guard, len(slots))
@@ -45,7 +56,10 @@ def pretend() -> None:
     torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
     assert guards[_CUDA] != ctypes.addressof(empty), "torch did not take its empty guard"
 
-    # at::hasCUDA() is a virtual call. `current_device` takes as many arguments and returns -1, which is true.
+
+def _make_hooks() -> None:
+    """at::hasCUDA() is a virtual call. `current_device` takes as many arguments and returns -1, which is true."""
+    cpu = ctypes.CDLL(str(_ROOT / "lib" / "libtorch_cpu.so"))
     get_hooks: Callable[[], int] = cpu._ZN2at6detail12getCUDAHooksEv
     get_hooks.restype = ctypes.c_void_p  # type: ignore[attr-defined]
     hooks = ctypes.cast(get_hooks(), ctypes.POINTER(ctypes.c_void_p))
@@ -56,7 +70,6 @@ def pretend() -> None:
     for name in ("hasCUDA", "isBuilt", "hasPrimaryContext"):
         table[slots.index(name)] = table[slots.index("current_device")]
     hooks[0] = ctypes.addressof(table)
-    assert torch.accelerator.current_accelerator() == torch.device("cuda")
 
 
 def _virtuals(header: str, struct: str) -> list[str]:

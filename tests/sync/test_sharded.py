@@ -381,6 +381,8 @@ def refused_without(world: World) -> dict[str, str]:
         ("post_backward", _fsdp_param_group.FSDPParamGroup),
         ("_unsharded_param", _fsdp_param.FSDPParam.__annotations__),
     ):
+        if name == "_fsdp_param_group" and not hasattr(owner, name):
+            continue  # torch 2.11 has it in each object, and not in the class
         with pytest.MonkeyPatch.context() as patch:
             (patch.delitem if isinstance(owner, dict) else patch.delattr)(owner, name)
             with pytest.raises(UserError) as refused:

@@ -563,6 +563,7 @@ def test_what_was_reduced_is_freed(on_two_ranks: dict[str, list[Any]]) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Gloo's thread that receives has no name in torch 2.11 and 2.12")
 def test_the_threads_of_gloo_do_not_interrupt_compute(on_two_ranks: dict[str, list[Any]]) -> None:
     for found in on_two_ranks["policies"]:
         assert os.SCHED_BATCH in found  # others carry the meetings of ranks that share memory, of 16 bytes

@@ -222,9 +222,9 @@ class Exchanges:
 
 
 class GlooThreads:
-    """The threads that Gloo has begun in this process (Linux; elsewhere none). They wait for the end of a time slice
-    while all cores compute. Else each TCP segment that arrives interrupts a compute thread: at 100 Mbit/s that took
-    four times as much CPU time."""
+    """The threads that Gloo has begun in this process (Linux; elsewhere none), found by their names; the one that
+    receives has a name from torch 2.13 on. They wait for the end of a time slice while all cores compute. Else each TCP
+    segment that arrives interrupts a compute thread: at 100 Mbit/s that took four times as much CPU time."""
 
     def __init__(self) -> None:
         names = Path("/proc/self/task").glob("*/comm")
