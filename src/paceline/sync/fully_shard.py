@@ -1,5 +1,5 @@
-"""What fsdp changes in torch's `fully_shard`: its collectives, and gradients of what a rank did not use. Here alone are
-names that are private to torch."""
+"""What fsdp changes in torch's `fully_shard`: its collectives, and gradients of what a rank did not use. Names of
+FSDP that are private to torch are here alone; others: `world/torch_version.py`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from paceline.base.errors import UserError
 from paceline.world.group import DistributedGroup, all_gather_for_torch, reduce_scatter_for_torch
+from paceline.world.torch_version import tested_text
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -30,8 +31,8 @@ def block_of(module: nn.Module) -> "FSDPParamGroup | None":
                 raise AttributeError(f"{type(each).__name__} has no _unsharded_param")
     except AttributeError as error:
         raise UserError(
-            f"strategies fsdp and hsdp do not work with torch {torch.__version__}: {error}. Install torch 2.13, or "
-            "use --parallel.strategy zero (in a script: strategy='zero')",
+            f"strategies fsdp and hsdp do not work with torch {torch.__version__}: {error}. Install torch "
+            f"{tested_text()}, or use --parallel.strategy zero (in a script: strategy='zero')",
             reach="world",
         ) from None
     return block
