@@ -326,6 +326,7 @@ def test_a_read_only_disk_is_refused(place: Path, mount: Path) -> None:
     refused(place, *PREPARE, "book.txt", *BYTES, "--out", str(mount / "x"), says=says)
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # 3.13 tells of a file left open
 def test_a_disk_that_fills_is_refused_and_gone_on_with(place: Path, mount: Path) -> None:
     big = place / "big.jsonl"
     big.write_text("".join(json.dumps({"text": f"document {i} " * 300}) + "\n" for i in range(500)))  # 1.8 MB

@@ -108,7 +108,7 @@ def test_closing_waits_for_the_step_at_work_and_drops_what_waits(loader: NotingL
     prefetcher = Prefetcher(loader)
     caller = threading.Thread(target=prefetcher.micro_batches, args=(0,))
     caller.start()
-    until(lambda: len(made) == 1)
+    until(lambda: len(made) == 1 and len(prefetcher._pending) == 1)
     threading.Timer(0.05, loader.gate.set).start()
     prefetcher.close()
     caller.join()

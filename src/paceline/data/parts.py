@@ -12,6 +12,7 @@ So with three files of 10, 40 and 1 MB there are five parts: a.jsonl; bytes 0 to
 b.jsonl; c.txt. If b.jsonl is mended, a.jsonl's and c.txt's are kept.
 """
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -23,7 +24,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -136,9 +137,9 @@ class PartEncoder:
         """Writes a part's tokens and its record. Raises UserError, naming file and line, for what cannot be read, and
         for a file that has changed since it was listed."""
         record, skipped = Record(), list[Skipped]()
-        writers = [_Writer(self._job.folder / f"{key}.{split}") for split in SPLITS]
         number = 0
-        try:
+        with contextlib.ExitStack() as files:  # closes each, also if the disk is too full to close another
+            writers = [_Writer(self._job.folder / f"{key}.{split}", files) for split in SPLITS]
             for of in part:
                 for document in read(of, self._job.recipe, skipped):
                     record.replaced += document.num_replaced
@@ -154,9 +155,6 @@ class PartEncoder:
                     record.text_bytes[number] += sum(len(text.encode()) for text in document.slices)
             for number, writer in enumerate(writers):
                 record.tokens[number], record.documents[number] = writer.finish()
-        finally:
-            for writer in writers:
-                writer.file.close()
         require_unchanged(of.file for of in part)  # other row groups: rows would be missing, or there twice
         record.skipped = [list(each) for each in skipped]
         sync(self._job.folder)
@@ -167,8 +165,8 @@ class PartEncoder:
 class _Writer:
     """Writes a part's tokens of one split, and behind them where its documents begin."""
 
-    def __init__(self, path: Path) -> None:
-        self.file: BinaryIO = path.open("wb", buffering=_WRITTEN_BYTES)
+    def __init__(self, path: Path, files: contextlib.ExitStack) -> None:
+        self._file = files.enter_context(path.open("wb", buffering=_WRITTEN_BYTES))
         self._num_tokens = 0
         self._starts: list[int] = []
 
@@ -176,14 +174,14 @@ class _Writer:
         if begins:
             self._starts.append(self._num_tokens)
         for some in ids:
-            self.file.write(some.data)
+            self._file.write(some.data)
             self._num_tokens += some.size
 
     def finish(self) -> tuple[int, int]:
         """Returns the numbers of tokens and documents, which are on the disk then."""
-        self.file.write(np.array(self._starts, dtype="<i8").data)
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        self._file.write(np.array(self._starts, dtype="<i8").data)
+        self._file.flush()
+        os.fsync(self._file.fileno())
         return self._num_tokens, len(self._starts)
 
 
