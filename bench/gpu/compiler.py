@@ -1,8 +1,8 @@
 """What torch's compiler makes of a function for an H100, on a machine without a GPU: each kernel's bytes and FLOPs.
 
 The compiler plans its kernels from shapes alone. It asks for a GPU's properties, which are told here, and neither
-builds nor runs what it wrote. Tied to the torch of tests/cuda/no_gpu.py, and needs the package triton. Patterns that
-the compiler would replace in a graph (attention written out, say) are not looked for: paceline's model has none.
+builds nor runs what it wrote. Private names of torch 2.13 to 2.15; needs the package triton. Patterns that the compiler
+would replace in a graph (attention written out, say) are not looked for: paceline's model has none.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
