@@ -45,12 +45,12 @@ def test_every_variant_trains() -> None:
 
 @pytest.mark.skipif(bool(no_gpu.why_not()), reason=no_gpu.why_not() or "-")
 @pytest.mark.parametrize("preset", ["gpt2-124m", "gpt2-124m-modern"])
-def test_the_roofline_is_within_5_percent_of_what_an_h100_reached(preset: str) -> None:
-    """Finds a pass over the logits, or over a block's activations, that is counted twice or not at all."""
+def test_the_roofline_is_within_3_percent_of_what_an_h100_reached(preset: str) -> None:
+    """Finds GELU, the loss or attention counted twice or not at all."""
     said = said_by("roofline.py", "--preset", preset)
     estimated = {
         title: float(rate.replace(",", "")) for title, rate in re.findall(r"^(\S.*): (\S+) tokens/s", said, re.M)
     }
     compared = {title: estimated[title] / rate for title, rate in MEASURED.items() if title in estimated}
     assert compared
-    assert all(abs(ratio - 1) < 0.05 for ratio in compared.values()), compared
+    assert all(abs(ratio - 1) < 0.03 for ratio in compared.values()), compared
