@@ -1062,6 +1062,13 @@ MUTATIONS = (
         "tools/hub/test_formats.py::test_every_rank_begins_with_the_weights_that_rank_0_read",
     ),
     Mutation(
+        "a save begins at exit in a thread, which Python 3.12 does not start",
+        "checkpoint/save.py",
+        "            self._thread = None\n            self._run(job)\n",
+        "            self._thread = None\n",
+        "replica/test_run.py::test_a_run_is_saved_at_the_end_of_a_script_where_no_thread_starts",
+    ),
+    Mutation(
         "tensors may change before they are copied",
         "checkpoint/save.py",
         "        self._thread.start()\n",

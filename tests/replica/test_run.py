@@ -440,6 +440,41 @@ def test_a_run_that_another_one_replaced_is_freed(tmp_path: Path) -> None:
         assert events(tmp_path / name)[-1] == "end"
 
 
+AT_EXIT = """
+import atexit, threading, torch, paceline
+from paceline.replica.joining import at_leaving
+
+net = torch.nn.Linear(2, 1)
+world = paceline.join(paceline.ParallelConfig(device="cpu"))
+replica = paceline.Replica(net, torch.optim.AdamW(net.parameters()), world)
+run = paceline.Run("run", net=replica)
+for step in run.steps(torch.ones(8, 2), batch_size=4, max_steps=2):
+    for x in step:
+        step.backward(net(x).mean())
+    step.finish()
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+"""
+
+
+def test_a_run_is_saved_at_the_end_of_a_script_where_no_thread_starts(tmp_path: Path) -> None:
+    """Python 3.12 starts none during exit. Mutation: the save is lost, and the exit status 1."""
+    script = f"{AT_EXIT}\natexit.register(lambda: setattr(threading.Thread, 'start', refuse))"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+    assert events(tmp_path / "run")[-1] == "end"
+
+
+def test_an_error_at_the_end_of_a_script_has_its_traceback(tmp_path: Path) -> None:
+    """Finds: exit status 1 without a word."""
+    script = f"{AT_EXIT}\nat_leaving(lambda: 1 / 0)"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 1
+    assert ended.stderr.count("ZeroDivisionError") == 1
+
+
 def test_arguments_of_a_run_are_used_or_refused(world: World, tmp_path: Path) -> None:
     net = nn.Linear(2, 1)
     replica = Replica(net, torch.optim.SGD(net.parameters(), 0.1), world)

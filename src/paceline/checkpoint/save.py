@@ -145,7 +145,11 @@ class Saver:
         self._copied = threading.Event()
         # A daemon: a disk that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, args=(job,), name="saver", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # Python 3.12 starts no thread during exit
+            self._thread = None
+            self._run(job)
 
     def wait_copied(self) -> float:
         """Waits until the tensors of the last `begin` may change; returns the seconds that this took."""

@@ -187,6 +187,7 @@ class _Membership:
                 self.world.group.barrier()
         except BaseException as failure:
             if self.is_rank():
+                self._show_traceback(failure)
                 self.end(failure)
             self._close(failure)
             raise
@@ -198,6 +199,7 @@ class _Membership:
         try:
             self.leave()
         except BaseException as error:
+            self._show_traceback(error)
             self.end(error, at_exit=True)
 
     def _close(self, error: BaseException) -> None:
@@ -229,9 +231,13 @@ class _Membership:
         if os.getpid() != self.process:
             self.hook_before(kind, error, trace)
             return
-        if not isinstance(error, PacelineError | KeyboardInterrupt) or os.environ.get("PACELINE_DEBUG") == "1":
-            self.hook_before(kind, error, trace)
+        self._show_traceback(error)
         self.end(error)
+
+    def _show_traceback(self, error: BaseException) -> None:
+        """Prints an error that is no message of ours."""
+        if not isinstance(error, PacelineError | KeyboardInterrupt) or os.environ.get("PACELINE_DEBUG") == "1":
+            self.hook_before(type(error), error, error.__traceback__)
 
     def end(self, error: BaseException, at_exit: bool = False) -> NoReturn:
         """Prints the message and ends this process without a collective. at_exit: other exit handlers have run."""
