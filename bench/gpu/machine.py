@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -83,6 +84,7 @@ class Machine:
     deadline: float = 0.0  # of this check, by time.monotonic()
     known: "dict[tuple[object, ...], Future[Run]]" = field(default_factory=dict)  # of all checks
     numbers: Iterator[int] = field(default_factory=itertools.count)  # of folders
+    is_over: threading.Event = field(default_factory=threading.Event)  # Ctrl-C: checks in threads end what they run
 
     @property
     def shares_gpu(self) -> bool:
@@ -90,18 +92,20 @@ class Machine:
 
     def train(self, *flags: str, ranks: int = 1, env: Mapping[str, str] = {}, ends_with: int = 0) -> Run:
         """Returns a run of `paceline train` with these flags. The same run is made once, except one that stops and may
-        be continued. Raises Failed for another exit status, and at this check's time limit."""
+        be continued, or fails. Raises Failed for another exit status, and at this check's time limit."""
         device = () if "--parallel.device" in flags else ("--parallel.device", self.device)
         folder = self.folder("run")
         words = ["train", "--out", str(folder), *flags, *device, "--nproc", str(ranks)]
         if ends_with == STOPPED:
             return self.paceline(folder, *words, env=env, ends_with=ends_with)
         made: Future[Run] = Future()
-        known = self.known.setdefault((*flags, ranks, *sorted(env.items())), made)  # at once, for checks in threads
+        key = (*flags, ranks, *sorted(env.items()))
+        known = self.known.setdefault(key, made)  # at once, for checks in threads
         if known is made:
             try:
                 made.set_result(self.paceline(folder, *words, env=env, ends_with=ends_with))
             except BaseException as error:
+                del self.known[key]  # another check has more time
                 made.set_exception(error)
         return known.result()
 
@@ -124,9 +128,10 @@ class Machine:
         cwd: Path | None = None,
         stop_when: Callable[[], bool] | None = None,
     ) -> Run:
-        """Runs a command, and ends it with all its processes at the time limit. stop_when: asked five times a second;
-        the first True sends SIGTERM to the command alone."""
+        """Runs a command, and ends it with all its processes at the time limit, and after Ctrl-C. stop_when: asked five
+        times a second; the first True sends SIGTERM to the command alone."""
         began = time.monotonic()
+        deadline = max(self.deadline, began + 1.0)
         program = subprocess.Popen(
             command,
             env={**os.environ, **env},
@@ -137,16 +142,16 @@ class Machine:
             start_new_session=True,
         )
         try:
-            while stop_when is not None and program.poll() is None and time.monotonic() < self.deadline:
-                if stop_when():
+            while (said := _said_within(0.2, program)) is None:
+                if stop_when is not None and stop_when():
                     program.send_signal(signal.SIGTERM)
-                    break
-                time.sleep(0.2)
-            said, _ = program.communicate(timeout=max(1.0, self.deadline - time.monotonic()))
-        except subprocess.TimeoutExpired as late:
-            os.killpg(program.pid, signal.SIGKILL)
-            said, _ = program.communicate()
-            raise Failed(f"no end after {time.monotonic() - began:.0f} s: {said[-600:]}") from late
+                    stop_when = None
+                if self.is_over.is_set():
+                    raise KeyboardInterrupt
+                if time.monotonic() > deadline:
+                    os.killpg(program.pid, signal.SIGKILL)
+                    said, _ = program.communicate()
+                    raise Failed(f"no end after {time.monotonic() - began:.0f} s: {said[-600:]}")
         except KeyboardInterrupt:  # the command has a session of its own, which Ctrl-C does not reach
             os.killpg(program.pid, signal.SIGKILL)
             raise
@@ -180,6 +185,14 @@ class Machine:
                 "topology": _output("nvidia-smi", "topo", "-m").splitlines(),
             }
         return found
+
+
+def _said_within(seconds: float, program: "subprocess.Popen[str]") -> str | None:
+    """Returns all that a program has said when it has ended; None if it still runs after this time."""
+    try:
+        return program.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _output(*command: str) -> str:

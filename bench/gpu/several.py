@@ -79,17 +79,17 @@ def beside_ddp(machine: Machine) -> str:
 
 
 def two_launchers(
-    machine: Machine, folder: Path, *words: str, each: int = 1, second: str = "", ends_with: int = 0
+    machine: Machine, folder: Path, *words: str, each: int = 1, first: str = "", second: str = "", ends_with: int = 0
 ) -> Run:
-    """Runs paceline under two launchers of as many ranks each, as on two hosts. second: what the second command begins
+    """Runs paceline under two launchers of as many ranks each, as on two hosts. first, second: what each command begins
     with. The status is the first one's, of torchrun: 1 for any error, and for a run that can be continued."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     host = shlex.join([sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(each)])
     here = f"--master-addr 127.0.0.1 --master-port {port} -m paceline {shlex.join(words)}"
-    first, other = (f"{host} --node-rank {rank} {here}" for rank in (0, 1))
-    return machine.execute(folder, ["sh", "-c", f"{second} {other} & {first} && wait $!"], ends_with=ends_with)
+    one, other = (f"{before} {host} --node-rank {rank} {here}" for rank, before in enumerate((first, second)))
+    return machine.execute(folder, ["sh", "-c", f"{other} & {one} && wait $!"], ends_with=ends_with)
 
 
 def as_another_host() -> str:
@@ -99,13 +99,25 @@ def as_another_host() -> str:
     return ""
 
 
+def different_gpus(machine: Machine, each: int) -> list[str]:
+    """Returns the beginnings of two commands that show each launcher GPUs of its own: both count their ranks from 0.
+    Empty where there are too few: the ranks share them, or compute on the CPU."""
+    if machine.num_gpus < machine.num_ranks:
+        return ["", ""]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(number) for number in range(machine.num_gpus)]
+    return [f"CUDA_VISIBLE_DEVICES={','.join(part)}" for part in (gpus[:each], gpus[each : 2 * each])]
+
+
 def on_two_hosts(machine: Machine, strategy: str) -> str:
     """Two launchers, each of half of the ranks; the second one's host has another name where that is possible."""
-    folder, second = machine.folder(f"hosts-{strategy}"), as_another_host()
+    folder, host = machine.folder(f"hosts-{strategy}"), as_another_host()
     words = ("train", "--out", str(folder), *FLOAT32, "--parallel.device", machine.device)
     each = machine.num_ranks // 2
-    run = two_launchers(machine, folder, *words, "--parallel.strategy", strategy, each=each, second=second)
-    how = "two host names" if second else "one host name, so hsdp is as fsdp"
+    first, second = different_gpus(machine, each)
+    words = (*words, "--parallel.strategy", strategy)
+    run = two_launchers(machine, folder, *words, each=each, first=first, second=f"{second} {host}")
+    how = "two host names" if host else "one host name, so hsdp is as fsdp"
     return within(worst(machine.train(*FLOAT32), run), 1e-3, f"2 launchers of {each}, {how}")
 
 
@@ -286,7 +298,7 @@ def scaling(machine: Machine) -> str:
     can_have_hosts = os.geteuid() == 0 and shutil.which("unshare") is not None
     can_have_hosts = can_have_hosts and not subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode
     path = machine.folder("scaling").with_suffix(".json")
-    most = min(4, machine.num_gpus if machine.num_gpus > 1 else machine.num_ranks)  # of the CPU beside one GPU
+    most = min(4, machine.num_gpus if machine.num_gpus > 1 else max(2, machine.num_ranks))  # of the CPU beside one GPU
     few = ("--kind", "strong", "--steps", "6", "--rounds", "1", "--max-ranks", str(most))
     lab = ("--hosts", "2" if can_have_hosts else "0", "--rate", "unlimited")
     flags = ("--preset", "tiny", "--train.dtype", "float32", "--json", str(path))

@@ -2,11 +2,14 @@
 
 import importlib.machinery
 import importlib.util
+import re
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,6 +76,23 @@ def test_checks_that_measure_have_nothing_beside_them(check: ModuleType, tmp_pat
     assert max(len(names) for _, names in beside) > 1
 
 
+def test_ctrl_c_ends_what_checks_in_threads_run_and_begins_no_other(check: ModuleType, tmp_path: Path) -> None:
+    """Finds: after Ctrl-C all other checks are still made."""
+    begun: list[int] = []
+
+    def made(number: int, machine: Any) -> str:
+        begun.append(number)
+        if number:
+            machine.execute(tmp_path, ["sleep", "5"])
+        return "done"
+
+    checks = [check.Check(str(number), partial(made, number)) for number in range(8)]
+    results = check.outcomes(checks, machine(check, tmp_path), jobs=2)
+    assert next(results)["figure"] == "done"
+    results.close()  # as an exception in the caller's loop does
+    assert len(begun) <= 4, begun
+
+
 def test_the_speed_of_ranks_that_share_a_gpu_is_skipped_and_said(check: ModuleType, tmp_path: Path) -> None:
     """Finds: a figure of ranks that wait for each other's turn."""
     several = check.Check("speed of all", lambda machine: "1 tokens/s", gpus=2, is_alone=True)
@@ -103,3 +123,68 @@ def test_the_same_run_is_made_once_except_one_that_may_be_continued(
     assert len(folders) == 1
     stopped = [here.train("--preset", "tiny", ends_with=75) for _ in range(2)]
     assert len({*runs, *stopped}) == 3
+
+
+def test_a_run_that_failed_is_made_again_for_the_next_check(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finds: a run that one check had no time for fails all others that need it."""
+    answers = iter([check.Failed("no end after 90 s"), "a run"])
+
+    def paceline(of: Any, folder: Path, *words: str, **how: Any) -> str:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    monkeypatch.setattr(check.Machine, "paceline", paceline)
+    here = machine(check, tmp_path)
+    with pytest.raises(check.Failed):
+        here.train("--preset", "tiny")
+    assert here.train("--preset", "tiny") == "a run"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_ranks", "visible", "shown"),
+    [
+        (4, 4, "", ["0,1", "2,3"]),
+        (8, 4, "", ["0,1", "2,3"]),
+        (2, 2, "GPU-a,GPU-b", ["GPU-a", "GPU-b"]),
+        (5, 5, "", ["0,1", "2,3"]),
+        (2, 4, "", []),  # the ranks share them
+        (0, 4, "", []),
+    ],
+)
+def test_two_launchers_have_different_gpus(
+    num_gpus: int,
+    num_ranks: int,
+    visible: str,
+    shown: list[str],
+    check: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Finds: local ranks count from 0 under both, so both take GPU 0, which is refused."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    commands: list[str] = []
+
+    def execute(of: Any, folder: Path, command: list[str], **how: Any) -> Any:
+        commands.append(command[-1])
+        return check.several.Run(folder, 1.0, "")
+
+    monkeypatch.setattr(check.Machine, "execute", execute)
+    here = machine(check, tmp_path, num_gpus, num_ranks)
+    monkeypatch.setattr(check.Machine, "train", lambda *_, **__: check.several.Run(tmp_path, 1.0, ""))
+    monkeypatch.setattr(check.several, "worst", lambda one, other: 0.0)
+    check.several.on_two_hosts(here, "zero")
+    second, first = commands[0].split(" & ")[:2]
+    assert re.findall(r"CUDA_VISIBLE_DEVICES=(\S+)", f"{first} {second}") == shown
+
+
+@pytest.mark.parametrize("words", ["--ranks 9", "--jobs 0", "--only nosuch"])
+def test_an_option_with_which_nothing_would_be_checked_is_refused(words: str) -> None:
+    """Finds: a word that is in no name, and all 0 of 0 checks pass."""
+    command = [sys.executable, str(FOLDER / "check"), "--rehearse", *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"{words.split()[0]} is {words.split()[1]}" in done.stderr
