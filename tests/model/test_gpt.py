@@ -334,8 +334,8 @@ def test_refusals(tokens_BT: torch.Tensor) -> None:
 
 
 def test_on_gpus_a_compiled_norm_may_read_more_tensors_than_the_compiler_allows() -> None:
-    """A block's first norm reads 16 backward; with torch 2.11 and 2.12 there is no limit, and no option."""
+    """A block's first norm reads 15 backward; with torch 2.11 and 2.12 there is no limit, and no option."""
     options = gpt._compiler_options()
     torch.compile(lambda x: x, options=options)  # raises for an option that this torch does not know
     with torch._inductor.config.patch(options):
-        assert getattr(torch._inductor.config.triton, "mix_order_reduction_max_reads", 16) >= 16
+        assert getattr(torch._inductor.config.triton, "mix_order_reduction_max_reads", 15) >= 15

@@ -238,8 +238,8 @@ class GPT(nn.Module):
 
 def _compiler_options() -> dict[str, Any]:
     """From torch 2.13 on the compiler splits a norm's backward pass where it reads more than 10 tensors, for fear of
-    spilled registers (pytorch/pytorch#179423). A block's first norm reads 16; as one kernel, as 2.11 makes it, it
-    spills none, and a step of gpt2-124m moves 2% less (docs/LOG.md, 2026-11-30)."""
+    spilled registers (pytorch/pytorch#179423). A block's first norm reads 15; as one kernel, as 2.11 makes it, a step
+    of gpt2-124m is 2% shorter by estimate (docs/LOG.md, 2026-11-30)."""
     from torch._inductor import list_options  # over a second, which the first compiled block takes anyway
 
     name = "triton.mix_order_reduction_max_reads"
