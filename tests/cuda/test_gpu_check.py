@@ -182,9 +182,40 @@ def test_two_launchers_have_different_gpus(
 
 
 @pytest.mark.parametrize("words", ["--ranks 9", "--jobs 0", "--only nosuch"])
-def test_an_option_with_which_nothing_would_be_checked_is_refused(words: str) -> None:
+def test_an_option_with_which_nothing_would_be_checked_is_refused(
+    words: str, check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Finds: a word that is in no name, and all 0 of 0 checks pass."""
-    command = [sys.executable, str(FOLDER / "check"), "--rehearse", *words.split()]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert f"{words.split()[0]} is {words.split()[1]}" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["check", "--rehearse", *words.split()])
+    with pytest.raises(SystemExit, match="2"):
+        check.main()
+    assert words.replace(" ", " is ") in capsys.readouterr().err
+
+
+GPT = """
+from types import SimpleNamespace as GPTConfig
+import torch
+class GPT(torch.nn.Linear):
+    def __init__(self, config):
+        super().__init__(1, 1)
+    def init_weights(self):
+        torch.nn.init.ones_(self.weight)
+    def forward(self, tokens, targets):
+        return self.weight.sum()
+"""
+
+
+@pytest.mark.long
+def test_nanochat_finds_its_own_packages_beside_it(tmp_path: Path) -> None:
+    """Finds: its package kernels is taken to be bench/gpu/kernels.py, so it goes without FlashAttention 3."""
+    for name, text in {
+        "kernels/__init__.py": "get_kernel = None",
+        "nanochat/__init__.py": "",
+        "nanochat/flash_attention.py": "from kernels import get_kernel\nUSE_FA3 = True",
+        "nanochat/gpt.py": GPT,
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, str(FOLDER / "peers.py"), "--inside-nanochat", "--rehearse"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.startswith("FlashAttention 3\n"), done.stderr
