@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from machine import STOPPED, Failed, Machine, Run, Skipped
+from machine import STOPPED, Failed, Machine, Run, Skipped, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--preset", "tiny", "--train.sample-tokens", "0", "--checkpoint.every", "0")
@@ -132,7 +132,7 @@ def saving(machine: Machine) -> str:
 @check("a process group of one rank, as under torchrun, gives the same losses with each strategy", limit_s=240)
 def group_of_one(machine: Machine) -> str:
     """Its collectives are NCCL's, with their buckets, streams and waits."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "paceline", "train")
+    launcher = (*torchrun(1), "-m", "paceline", "train")
     single, found = machine.train(*FLOAT32), {}
     for strategy in ("ddp", "zero", "fsdp", "naive"):
         folder = machine.folder("grouped")
@@ -176,9 +176,8 @@ _PROGRESS = re.compile(r"^step \d+/.*$", re.MULTILINE)  # of a run: it comes by 
 
 def script(machine: Machine, words: str, name: str, arguments: Sequence[str]) -> str:
     """An example on a CPU, on a GPU, and under torchrun on all GPUs."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(machine.num_ranks))
     said = []
-    for hidden, before in (({"CUDA_VISIBLE_DEVICES": ""}, ()), ({}, ()), ({}, launcher)):
+    for hidden, before in (({"CUDA_VISIBLE_DEVICES": ""}, ()), ({}, ()), ({}, torchrun(machine.num_ranks))):
         folder = machine.folder(name.split("/")[0])
         folder.mkdir()
         command = [sys.executable, *before, str(ROOT / "examples" / name), *arguments]

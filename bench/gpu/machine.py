@@ -26,6 +26,11 @@ QUERY = (
 STOPPED = 75  # the exit status of a run that can be continued
 
 
+def torchrun(ranks: int) -> tuple[str, ...]:
+    """Returns what makes a command of Python one of so many ranks."""
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+
+
 class Failed(Exception):
     """A check found something wrong; the text says what."""
 

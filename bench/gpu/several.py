@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from checks import FLOAT32, LONG, TINY, check, same, within, worst
-from machine import STOPPED, Failed, Machine, Run
+from machine import STOPPED, Failed, Machine, Run, torchrun
 
 RESUMABLE = (*FLOAT32, "--train.stop-at-step", "20")
 
@@ -68,8 +68,7 @@ def not_finite_on_one(machine: Machine) -> str:
 @check("torch's DistributedDataParallel beside it has the same losses", 2)
 def beside_ddp(machine: Machine) -> str:
     script = Path(__file__).with_name("beside_ddp.py")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(machine.num_ranks))
-    command = [sys.executable, *launcher, str(script), machine.device]
+    command = [sys.executable, *torchrun(machine.num_ranks), str(script), machine.device]
     [line] = [each for each in machine.execute(machine.root, command).said.splitlines() if each.startswith("{")]
     found = json.loads(line)
     return within(found["difference"], 1e-4, f"{found['backend']}, last loss {found['last_loss']:.5f}")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from checks import check, worst
-from machine import Failed, Machine, Run
+from machine import Failed, Machine, Run, torchrun
 from several import require_one_message
 
 STRATEGIES = ("ddp", "naive", "zero", "fsdp", "hsdp", "local")
@@ -62,7 +62,7 @@ def result_of(machine: Machine, row: Row, single: Run, *, has_float8: bool) -> s
     """Returns what became of a row, as text. Raises Failed."""
     refused_with = refusal(row, has_float8=has_float8)
     folder = machine.folder(f"table-{row.strategy}-{row.dtype}")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.ranks)) if row.ranks else ()
+    launcher = torchrun(row.ranks) if row.ranks else ()
     words = ("-m", "paceline", "train", "--out", str(folder), *SHORT, "--parallel.device", machine.device, *row.flags)
     ends_with = 0 if not refused_with else 1 if row.ranks else 2  # torchrun has one status for all errors
     run = machine.execute(folder, [sys.executable, *launcher, *words], ends_with=ends_with)
