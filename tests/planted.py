@@ -204,9 +204,16 @@ MUTATIONS = (
         "world/test_rendezvous.py::test_ranks_that_disagree_about_sharing_a_gpu_are_refused",
     ),
     Mutation(
+        "ranks without a GPU share one",
+        "world/peer.py",
+        "        if peer.gpu:\n",
+        "        if True:\n",
+        "world/test_device.py::test_ranks_that_share_a_gpu_are_those_with_its_uuid",
+    ),
+    Mutation(
         "each rank that shares a GPU takes its whole memory for its own",
         "world/device.py",
-        "free_bytes=torch.cuda.mem_get_info(device)[0] / ranks_a_gpu",
+        "free_bytes=torch.cuda.mem_get_info(device)[0] / ranks_of_gpu",
         "free_bytes=torch.cuda.mem_get_info(device)[0]",
         "world/test_device.py::test_ranks_that_share_a_gpu_divide_its_free_memory",
     ),

@@ -51,9 +51,9 @@ def by_paceline(world: World) -> list[float]:
 
 with paceline.join(ParallelConfig(device=sys.argv[1])) as world:
     torchs, ours = by_torch(world), by_paceline(world)
-    found = {
+    result = {
         "difference": max(abs(a - b) for a, b in zip(ours, torchs, strict=True)),
         "last_loss": ours[-1],
         "backend": dist.get_backend(),
     }
-    world.say(json.dumps(found))
+    world.say(json.dumps(result))

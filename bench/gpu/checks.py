@@ -86,16 +86,16 @@ def curve_of_the_cpu(machine: Machine) -> str:
 
 @check("other number formats and options end near float32", limit_s=240)
 def near_float32(machine: Machine) -> str:
-    found, single = {}, machine.train(*FLOAT32)
+    gap_of, single = {}, machine.train(*FLOAT32)
     for name, flags in {
         "bfloat16": ("--train.dtype", "bfloat16"),
         "float16": ("--train.dtype", "float16"),
         "activation checkpoints": ("--train.dtype", "bfloat16", "--train.activation-checkpoint"),
         "Muon": ("--train.dtype", "bfloat16", "--optim.name", "muon"),
     }.items():
-        found[name] = machine.train(*TINY, *flags).losses[-1] - single.losses[-1]
-    shown = ", ".join(f"{name} {gap:+.4f}" for name, gap in found.items())
-    if any(not gap <= 0.1 for gap in found.values()):
+        gap_of[name] = machine.train(*TINY, *flags).losses[-1] - single.losses[-1]
+    shown = ", ".join(f"{name} {gap:+.4f}" for name, gap in gap_of.items())
+    if any(not gap <= 0.1 for gap in gap_of.values()):
         raise Failed(shown)
     return shown
 
@@ -133,12 +133,12 @@ def saving(machine: Machine) -> str:
 def group_of_one(machine: Machine) -> str:
     """Its collectives are NCCL's, with their buckets, streams and waits."""
     launcher = (*torchrun(1), "-m", "paceline", "train")
-    single, found = machine.train(*FLOAT32), {}
+    single, gap_of = machine.train(*FLOAT32), {}
     for strategy in ("ddp", "zero", "fsdp", "naive"):
         folder = machine.folder("grouped")
         command = [sys.executable, *launcher, "--out", str(folder), *FLOAT32, "--parallel.device", machine.device]
-        found[strategy] = worst(single, machine.execute(folder, [*command, "--parallel.strategy", strategy]))
-    return within(max(found.values()), 1e-4, ", ".join(f"{name} {gap:.1e}" for name, gap in found.items()))
+        gap_of[strategy] = worst(single, machine.execute(folder, [*command, "--parallel.strategy", strategy]))
+    return within(max(gap_of.values()), 1e-4, ", ".join(f"{name} {gap:.1e}" for name, gap in gap_of.items()))
 
 
 @check("no unordered access of two streams, by torch's CUDA sanitizer")

@@ -30,11 +30,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from roofline import PEAK
+
 from paceline.config import Config, load_preset
 from paceline.model import cost, gpt, loss
 from paceline.model.config import ModelConfig
 
-PEAK = 989e12  # FLOP/s of an H100 in bfloat16, dense, by data sheet
 BFLOAT16 = torch.bfloat16
 
 
@@ -118,12 +119,12 @@ def check_mlp(fused: ModuleType, device: str) -> list[Errors]:
     ]
 
 
-def _gap(found: Tensor | None, exact: Tensor | None) -> float:
+def _gap(value: Tensor | None, exact: Tensor | None) -> float:
     """The root mean square of the differences, as a part of that of the exact values: a largest one differs by luck."""
-    assert found is not None
+    assert value is not None
     assert exact is not None
     exact = exact.detach().double()
-    return float((found.detach().double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+    return float((value.detach().double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
 # ---- build ----

@@ -167,7 +167,7 @@ class Machine:
 
     def facts(self) -> dict[str, Any]:
         """Returns what the figures depend on; a value that cannot be learnt is left out."""
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "device": torch.cuda.get_device_name() if self.device == "cuda" else platform.processor() or "cpu",
             "num_gpus": self.num_gpus,
             "num_ranks": self.num_ranks,
@@ -178,7 +178,7 @@ class Machine:
             "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
         }
         if self.device == "cuda":
-            found |= {
+            facts |= {
                 "cudnn": torch.backends.cudnn.version(),
                 "nccl": ".".join(map(str, torch.cuda.nccl.version())),
                 "attention": {
@@ -189,7 +189,7 @@ class Machine:
                 "gpus": _output("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv").splitlines(),
                 "topology": _output("nvidia-smi", "topo", "-m").splitlines(),
             }
-        return found
+        return facts
 
 
 def _said_within(seconds: float, program: "subprocess.Popen[str]") -> str | None:
@@ -203,4 +203,7 @@ def _said_within(seconds: float, program: "subprocess.Popen[str]") -> str | None
 def _output(*command: str) -> str:
     if shutil.which(command[0]) is None:
         return ""
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout.strip()
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout.strip()
+    except subprocess.TimeoutExpired:  # nvidia-smi hangs where a GPU does
+        return ""

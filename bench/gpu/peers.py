@@ -7,7 +7,7 @@
 nanoGPT: 1024 tokens, its own batch of 12, and 32; bench.py counts the update of each batch. paceline trains with 1024
 tokens and the micro-batch it chooses; its update comes once a step of 480 sequences. nanochat: its model of 12 layers,
 768 wide, 12 heads, full attention, paceline's vocabulary, sequences of 2048, forward and backward without its update,
-beside paceline with 2048. Its FlashAttention 3 comes with the package kernels; without it it takes torch's attention,
+beside paceline with 2048. Its FlashAttention 3 comes with the package kernels; without that it takes torch's attention,
 and a line says so.
 """
 
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from checks import SPEED
 
 GOALS = {"nanoGPT, batch 12": 1.3, "nanoGPT, batch 32": 1.15, "nanochat": 1.1}  # of paceline's tokens/s
 
@@ -81,17 +82,11 @@ def inside_nanochat(rehearse: bool) -> tuple[str, float]:
 def paceline(options: argparse.Namespace, seq_len: int) -> float:
     """Returns tokens/s of training."""
     size = ("--train.global-batch-size", "480", "--data.seq-len", str(seq_len), "--train.compile")
-    flags = ["--preset", "tiny", *QUIET] if options.rehearse else ["--preset", "gpt2-124m", *size, *QUIET]
+    flags = ["--preset", "tiny", *SPEED] if options.rehearse else ["--preset", "gpt2-124m", *size, *SPEED]
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         output([sys.executable, "-m", "paceline", "train", "--out", f"{folder}/run", *flags], Path.cwd())
         rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     return statistics.median([row["tokens_per_s"] for row in rows if "step_ms" in row][4:])
-
-
-QUIET = (
-    *("--train.steps", "14", "--optim.warmup-steps", "10", "--train.sample-tokens", "0", "--train.eval-every", "-1"),
-    *("--checkpoint.every", "0"),
-)
 
 
 def output(command: list[str], folder: Path) -> str:

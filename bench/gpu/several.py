@@ -15,9 +15,9 @@ from machine import STOPPED, Failed, Machine, Run, torchrun
 RESUMABLE = (*FLOAT32, "--train.stop-at-step", "20")
 
 
-def gaps(found: dict[str, float], most: float) -> str:
+def gaps(gap_of: dict[str, float], most: float) -> str:
     """Returns the largest differences of losses by name; raises Failed if one is too large."""
-    return within(max(found.values()), most, ", ".join(f"{name} {gap:.1e}" for name, gap in found.items()))
+    return within(max(gap_of.values()), most, ", ".join(f"{name} {gap:.1e}" for name, gap in gap_of.items()))
 
 
 # ---- the same curve ----
@@ -26,33 +26,33 @@ def gaps(found: dict[str, float], most: float) -> str:
 @check("every strategy on all GPUs has the losses of one", 2, 400)
 def strategies(machine: Machine) -> str:
     """Every strategy with both optimizers; the tiny batch of 12 leaves some of 5 or more ranks with less."""
-    found = {}
+    gap_of = {}
     for strategy in ("ddp", "naive", "zero", "fsdp"):
         for optimizer in ("adamw", "muon"):
             flags = (*FLOAT32, "--optim.name", optimizer)
             sharing = ("--parallel.strategy", strategy, "--parallel.check-every", "1")
             run = machine.train(*flags, *sharing, ranks=machine.num_ranks)
-            found[f"{strategy} {optimizer}"] = worst(machine.train(*flags), run)
-    return gaps(found, 1e-3)
+            gap_of[f"{strategy} {optimizer}"] = worst(machine.train(*flags), run)
+    return gaps(gap_of, 1e-3)
 
 
 @check("ranks with unequal parts, and some with none, give the losses of one GPU", 2, 150)
 def uneven(machine: Machine) -> str:
-    found = {}
+    gap_of = {}
     for shares in ("0,12", "3,9", "auto"):
         of_others = ",0" * (machine.num_ranks - 2) if "," in shares else ""
         flags = ("--parallel.strategy", "zero", "--parallel.shares", shares + of_others)
-        found[shares] = worst(machine.train(*FLOAT32), machine.train(*FLOAT32, *flags, ranks=machine.num_ranks))
-    return gaps(found, 1e-3)
+        gap_of[shares] = worst(machine.train(*FLOAT32), machine.train(*FLOAT32, *flags, ranks=machine.num_ranks))
+    return gaps(gap_of, 1e-3)
 
 
 @check("compiled blocks on all GPUs, 1024 tokens, have the eager losses of one", 2, 400)
 def compiled_ranks(machine: Machine) -> str:
-    found = {}
+    gap_of = {}
     for strategy in ("zero", "fsdp"):
         run = machine.train(*LONG, "--parallel.strategy", strategy, "--train.compile", ranks=machine.num_ranks)
-        found[strategy] = worst(machine.train(*LONG), run)
-    return gaps(found, 2e-2)
+        gap_of[strategy] = worst(machine.train(*LONG), run)
+    return gaps(gap_of, 2e-2)
 
 
 @check("a step that is not finite on rank 1 is skipped by all, float16", 2)
@@ -70,8 +70,8 @@ def beside_ddp(machine: Machine) -> str:
     script = Path(__file__).with_name("beside_ddp.py")
     command = [sys.executable, *torchrun(machine.num_ranks), str(script), machine.device]
     [line] = [each for each in machine.execute(machine.root, command).said.splitlines() if each.startswith("{")]
-    found = json.loads(line)
-    return within(found["difference"], 1e-4, f"{found['backend']}, last loss {found['last_loss']:.5f}")
+    result = json.loads(line)
+    return within(result["difference"], 1e-4, f"{result['backend']}, last loss {result['last_loss']:.5f}")
 
 
 # ---- two launchers ----
@@ -127,9 +127,9 @@ check("two launchers with hsdp have the losses of one GPU", 4)(lambda machine: o
 @check("a GPU and a CPU train together over Gloo with the losses of one", limit_s=300)
 def mixed(machine: Machine) -> str:
     """Two launchers, as on two hosts; the second sees no GPU. The last run is stopped, and resumed by both."""
-    found, hidden = {}, "CUDA_VISIBLE_DEVICES="
+    gap_of, hidden = {}, "CUDA_VISIBLE_DEVICES="
     for name, flags in {
-        "ddp": (),
+        "auto": (),
         "zero": ("--parallel.strategy", "zero"),
         "uneven": ("--parallel.shares", "11,1"),
         "auto, resumed": ("--parallel.shares", "auto"),
@@ -140,8 +140,8 @@ def mixed(machine: Machine) -> str:
             stop = ("--train.stop-at-step", "20")
             two_launchers(machine, folder, *words, *stop, second=hidden, ends_with=1)
             words = ("resume", str(folder))
-        found[name] = worst(machine.train(*FLOAT32), two_launchers(machine, folder, *words, second=hidden))
-    return gaps(found, 1e-3)
+        gap_of[name] = worst(machine.train(*FLOAT32), two_launchers(machine, folder, *words, second=hidden))
+    return gaps(gap_of, 1e-3)
 
 
 # ---- Gloo with few bits ----
@@ -151,7 +151,7 @@ def mixed(machine: Machine) -> str:
 def wires(machine: Machine) -> str:
     """A rehearsal compares ranks that share memory with those that send over sockets. The losses also stay near those
     of exact messages."""
-    found, far = {}, {}
+    gap_of, far = {}, {}
     steps = ("--train.steps", "12", "--optim.warmup-steps", "4", "--train.eval-every", "-1")
     local = ("--parallel.strategy", "local", "--parallel.sync-every", "4")
     zero = ("--parallel.strategy", "zero")
@@ -163,13 +163,13 @@ def wires(machine: Machine) -> str:
             exact = exact or of_cpu
             beside = () if machine.device == "cuda" else ("--parallel.no-shared-memory",)
             run = machine.train(*way, *beside, ranks=machine.num_ranks)
-            found[f"{flags[1]} {wire}"] = worst(of_cpu, run)
+            gap_of[f"{flags[1]} {wire}"] = worst(of_cpu, run)
             far[f"{flags[1]} {wire}"] = worst(exact, run)
     shown = ", ".join(f"{name} {gap:.0e}" for name, gap in far.items())
     if not 0 < max(far.values()) <= 0.1:
         raise Failed(f"from exact messages: {shown}")
     # Rounding to few bits makes the difference of two devices larger.
-    return within(max(found.values()), 1e-2, f"from exact messages: {shown}")
+    return within(max(gap_of.values()), 1e-2, f"from exact messages: {shown}")
 
 
 @check("what cannot be sent, or divided, is refused with one message", 2)
@@ -200,13 +200,13 @@ def require_one_message(run: Run, message: str) -> None:
 
 @check("a run on all GPUs resumes bit for bit, zero and fsdp", 2, 240)
 def resumed_ranks(machine: Machine) -> str:
-    found = []
+    digests = []
     for strategy in ("zero", "fsdp"):
         sharing = ("--parallel.strategy", strategy)
         whole = machine.train(*FLOAT32, *sharing, ranks=machine.num_ranks)
         stopped = machine.train(*RESUMABLE, *sharing, ranks=machine.num_ranks, ends_with=STOPPED)
-        found.append(f"{strategy} {same(whole, machine.resume(stopped, ranks=machine.num_ranks))}")
-    return ", ".join(found)
+        digests.append(f"{strategy} {same(whole, machine.resume(stopped, ranks=machine.num_ranks))}")
+    return ", ".join(digests)
 
 
 @check("SIGTERM: the run ends with 75, and nothing of it is lost", 2, 150)
@@ -234,11 +234,11 @@ def terminated(machine: Machine) -> str:
 @check("a run of all GPUs resumes on one, and back", 2, 150)
 def other_world(machine: Machine) -> str:
     flags = (*FLOAT32, "--parallel.strategy", "zero")
-    found = []
+    gap_of_each = []
     for before, after in ((machine.num_ranks, 1), (1, machine.num_ranks)):
         stopped = machine.train(*flags, "--train.stop-at-step", "20", ranks=before, ends_with=STOPPED)
-        found.append(worst(machine.train(*FLOAT32), machine.resume(stopped, ranks=after)))
-    return within(max(found), 1e-3)
+        gap_of_each.append(worst(machine.train(*FLOAT32), machine.resume(stopped, ranks=after)))
+    return within(max(gap_of_each), 1e-3)
 
 
 @check("kill -9 of a rank: the others end, and a restart gives the same bits", 2, 150)
@@ -279,13 +279,13 @@ def link(machine: Machine) -> str:
     path = machine.folder("link").with_suffix(".json")
     flags = ("--nproc", str(machine.num_ranks), "--parallel.device", machine.device, "--time-budget", "20")
     machine.paceline(machine.root, "bench", "link", "--preset", "tiny", *flags, "--json", str(path))
-    found = []
+    lines = []
     for measured in json.loads(path.read_text())["collectives"]:
         largest = measured["times"][-1]
-        found.append(
+        lines.append(
             f"{measured['name']} {largest['bus_bytes_per_s'] / 1e9:.2f} GB/s at {largest['num_bytes'] >> 20} MiB"
         )
-    return ", ".join(found)
+    return ", ".join(lines)
 
 
 # ---- worlds of this machine ----

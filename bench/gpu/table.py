@@ -1,6 +1,7 @@
 """Every strategy in every kind of world with every number format: each row trains, or is refused with one message."""
 
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
@@ -83,6 +84,9 @@ def table(machine: Machine, ranks: int, is_compiled: bool) -> str:
     lines = {strategy: [strategy.ljust(6)] for strategy in STRATEGIES}
     failures = []
     for row in rows_of(ranks, is_compiled, is_rehearsal=is_rehearsal):
+        if time.monotonic() > machine.deadline:
+            failures.append(f"no time was left for {row.strategy} {row.dtype} and what follows")
+            break
         try:
             cell = result_of(machine, row, single, has_float8=has_float8)
         except Failed as failure:

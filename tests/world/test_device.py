@@ -25,12 +25,13 @@ from paceline.world import env as env_module
 from paceline.world import processor
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
-from paceline.world.device import choose_device, choose_dtype, choose_threads, own_facts
+from paceline.world.device import choose_device, choose_dtype, choose_threads, may_share_gpu, own_facts
 from paceline.world.device_clock import DeviceClock
 from paceline.world.env import Environment
 from paceline.world.facts import warn_of_idle_gpus
 from paceline.world.measured import Measured
 from paceline.world.peaks import Peak, gpu_peak
+from paceline.world.peer import ranks_by_gpu, this_process, warn_of_shared_gpus
 from paceline.world.processor import peak_flops
 
 CPU = torch.device("cpu")
@@ -353,11 +354,24 @@ def test_ranks_that_share_a_gpu_divide_its_free_memory(monkeypatch: pytest.Monke
         "mem_get_info": (80e9, 90e9),
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer)
-    found = {}
-    for value in ("", "1"):
-        monkeypatch.setenv("PACELINE_SHARE_GPU", value)
-        found[value] = own_facts(torch.device("cuda"), "nccl", (1, ""), 4).free_bytes
-    assert found == {"": 80e9, "1": 40e9}
+    facts = [own_facts(torch.device("cuda"), "nccl", (1, ""), 8, ranks_of_gpu=ranks) for ranks in (1, 2)]
+    assert [each.free_bytes for each in facts] == [80e9, 40e9]
+
+
+def test_ranks_that_share_a_gpu_are_those_with_its_uuid() -> None:
+    """Finds: eight tasks with a GPU each divide one's memory by eight, or no line says that two share one."""
+    peer = this_process(Environment())
+    peers = [replace(peer, rank=rank, gpu=gpu) for rank, gpu in enumerate(("a", "b", "a", "", ""))]
+    assert ranks_by_gpu(peers) == {"a": [0, 2], "b": [1]}
+    [warning] = warn_of_shared_gpus(peers)
+    assert warning.startswith("ranks 0, 2 share a GPU")
+    assert warn_of_shared_gpus(peers[1:2]) == ()
+
+
+def test_whether_ranks_may_share_a_gpu_is_1_or_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SHARE_GPU", "true")
+    with pytest.raises(UserError, match="PACELINE_SHARE_GPU is 'true'; it is 1"):
+        may_share_gpu()
 
 
 @pytest.mark.parametrize("on_one_host", [True, False])

@@ -32,6 +32,10 @@ from paceline.world.runtime import World, open_world
 NUM_RESTARTS = 5
 
 
+def on_gpu(hello: alike.Hello, gpu: str) -> alike.Hello:
+    return replace(hello, peer=replace(hello.peer, gpu=gpu))
+
+
 def be_a_rank(results: Any, env: Environment, after_s: float, options: dict[str, Any]) -> None:
     """Joins, reduces once, tells what it saw; or the error that it ended with."""
     gc.freeze()  # what the server imported (see ranks.py)
@@ -45,7 +49,7 @@ def be_a_rank(results: Any, env: Environment, after_s: float, options: dict[str,
     if env.rank in options.get("shares_gpu", ()):
         os.environ["PACELINE_SHARE_GPU"] = "1"
     if gpu := options.get("gpu"):
-        rendezvous.this_rank = lambda *given: replace(alike.this_rank(*given), gpu=gpu)
+        rendezvous.this_rank = lambda *rest: on_gpu(alike.this_rank(*rest), gpu)
     if backend := options.get("backend_of", {}).get(env.rank):
         process_group._choose_backend = lambda *_: backend
     try:
@@ -242,7 +246,7 @@ def test_containers_that_share_loopback_and_not_their_pids_may_meet_there(monkey
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:
     me, other, third = (
-        replace(alike.this_rank(place(rank, 3, 1), "lo", "nccl", "cpu"), gpu=gpu) for rank, gpu in enumerate("aba")
+        on_gpu(alike.this_rank(place(rank, 3, 1), "lo", "nccl", "cpu"), gpu) for rank, gpu in enumerate("aba")
     )
     assert alike.difference([me, other]) == ""
     says = alike.difference([me, other, third])

@@ -30,7 +30,6 @@ class Hello:
     interfaces: str
     backend: str
     device: str
-    gpu: str  # its UUID; empty: none
     may_share_gpu: bool
     versions: dict[str, str]  # of libraries that must be the same
     problem: str = ""  # why this rank will not train
@@ -41,7 +40,7 @@ def this_rank(env: Environment, interface: str, backend: str, device: str, probl
     named = interface or os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     return Hello(
         nonce=secrets.token_hex(12),
-        peer=this_process(env),
+        peer=this_process(env, str(torch.cuda.get_device_properties().uuid) if device == "cuda" else ""),
         world_size=env.world_size,
         job=env.job,
         network=namespace("net"),
@@ -49,7 +48,6 @@ def this_rank(env: Environment, interface: str, backend: str, device: str, probl
         interfaces=interfaces_text(),
         backend=backend,
         device=device,
-        gpu=str(torch.cuda.get_device_properties().uuid) if device == "cuda" else "",
         may_share_gpu=may_share_gpu(),
         versions={"torch": torch.__version__.split("+")[0], "paceline": __version__},
         problem=problem,
@@ -104,14 +102,15 @@ def _unreachable_or_shared(present: Sequence[Hello]) -> str:
                 f"{hello.peer.shown} would listen on {hello.address}, where other hosts do not reach it; name its "
                 f"interface with --parallel.interface: {hello.peer.host} has {hello.interfaces}"
             )
-        if hello.gpu in owners and not hello.may_share_gpu:
+        gpu = hello.peer.gpu
+        if gpu in owners and not hello.may_share_gpu:
             return (
-                f"{owners[hello.gpu].shown} and {hello.peer.shown} would compute on the same GPU, {hello.gpu}: show "
-                "each task its own (srun --gpus-per-task 1), or all of them all GPUs and give each its LOCAL_RANK; "
+                f"{owners[gpu].shown} and {hello.peer.shown} would compute on the same GPU, {gpu}: show each "
+                "task its own (srun --gpus-per-task 1), or all of them all GPUs and give each its LOCAL_RANK; "
                 f"for a test, {SHARE_GPU}=1 on all ranks lets them share it"
             )
-        if hello.gpu:
-            owners[hello.gpu] = hello.peer
+        if gpu:
+            owners[gpu] = hello.peer
     return ""
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import math
 import os
 import socket
 import sys
@@ -30,8 +29,11 @@ def count_gpus() -> int:
 
 def may_share_gpu() -> bool:
     """Whether ranks may share a GPU: only if the user says so, since each is slower than alone. It shows on one GPU
-    that several ranks compute the same, not how fast they are."""
-    return os.environ.get(SHARE_GPU) == "1"
+    that several ranks compute the same, not how fast they are. Raises UserError for another value than 1 and 0."""
+    value = os.environ.get(SHARE_GPU, "")
+    if value not in ("", "0", "1"):
+        raise UserError(f"{SHARE_GPU} is '{value}'; it is 1, for tests in which ranks share a GPU, or 0")
+    return value == "1"
 
 
 def let_nccl_share_gpu(rank: int, *, on_one_host: bool) -> None:
@@ -155,11 +157,12 @@ def why_no_float8(device: torch.device) -> str:
     return "" if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no float8 units; 8.9 has"
 
 
-def own_facts(device: torch.device, backend: str, threads: tuple[int, str], local_world_size: int) -> RankFacts:
+def own_facts(
+    device: torch.device, backend: str, threads: tuple[int, str], local_world_size: int, ranks_of_gpu: int = 1
+) -> RankFacts:
     """Returns this rank's facts. threads: their number, and why. local_world_size: the ranks of this host, of all
-    launchers, which share its memory, and its GPUs if they may."""
-    is_cuda, num_gpus = device.type == "cuda", count_gpus()
-    ranks_a_gpu = math.ceil(local_world_size / num_gpus) if is_cuda and may_share_gpu() else 1
+    launchers, which share its memory. ranks_of_gpu: those that share this rank's GPU."""
+    is_cuda = device.type == "cuda"
     dtype, dtype_reason = choose_dtype("auto", device)
     return RankFacts(
         host=socket.gethostname(),
@@ -170,10 +173,10 @@ def own_facts(device: torch.device, backend: str, threads: tuple[int, str], loca
         rounding=rounding() if device.type == "cpu" else "",
         threads=threads[0],
         threads_reason=threads[1],
-        free_bytes=torch.cuda.mem_get_info(device)[0] / ranks_a_gpu if is_cuda else free_memory() / local_world_size,
+        free_bytes=torch.cuda.mem_get_info(device)[0] / ranks_of_gpu if is_cuda else free_memory() / local_world_size,
         dtype=dtype_name(dtype),
         dtype_reason=dtype_reason,
-        num_gpus=num_gpus,
+        num_gpus=count_gpus(),
         why_no_float8=why_no_float8(device),
     )
 

@@ -18,11 +18,11 @@ from paceline.base.errors import RunError, UserError
 from paceline.base.process import die_with_parent
 from paceline.base.units import listed
 from paceline.world.config import ParallelConfig
-from paceline.world.device import let_nccl_share_gpu, may_share_gpu
+from paceline.world.device import let_nccl_share_gpu
 from paceline.world.env import Environment, check_interface
 from paceline.world.errors import lost_peers_named
 from paceline.world.group import DistributedGroup, Group, LocalGroup
-from paceline.world.peer import Peer, this_process
+from paceline.world.peer import Peer, ranks_by_gpu, this_process
 from paceline.world.rendezvous import Joined, join_world
 from paceline.world.store import post, read
 
@@ -150,7 +150,7 @@ def _open_process_group(
     if config.interface:
         os.environ["GLOO_SOCKET_IFNAME"] = config.interface
         os.environ["NCCL_SOCKET_IFNAME"] = config.interface
-    if backend == "nccl" and may_share_gpu():
+    if backend == "nccl" and any(len(ranks) > 1 for ranks in ranks_by_gpu(joined.peers).values()):
         let_nccl_share_gpu(env.rank, on_one_host=len({peer.machine for peer in joined.peers}) == 1)
     try:
         dist.init_process_group(

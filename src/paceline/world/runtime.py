@@ -22,7 +22,7 @@ from paceline.world.device import choose_device, choose_threads, keep_freed_memo
 from paceline.world.env import Environment, check_interface, check_size, detect, wait_for_master
 from paceline.world.facts import RankFacts, warn_of_idle_gpus
 from paceline.world.group import Group, ReduceOp
-from paceline.world.peer import Peer, this_process
+from paceline.world.peer import Peer, ranks_by_gpu, this_process, warn_of_shared_gpus
 from paceline.world.process_group import adopt_group, join_open_group, open_group, store_of_open_group
 from paceline.world.torch_version import check_private_names
 from paceline.world.torchrun import check_nodes, compare_clocks, warn_of_lost_hosts
@@ -239,7 +239,8 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
         sharing = max(env.local_world_size, sum(peer.cores == peers[env.rank].cores for peer in peers))
         threads = choose_threads(config.threads, sharing)
         torch.set_num_threads(threads[0])
-        facts_here = own_facts(device, backend, threads, sharing)
+        on_this_gpu = ranks_by_gpu(peers).get(peers[env.rank].gpu, [env.rank])
+        facts_here = own_facts(device, backend, threads, sharing, len(on_this_gpu))
         facts_here = replace(facts_here, shares_memory=group.shares_memory)
         facts = tuple(RankFacts(**each) for each in group.share_json(asdict(facts_here)))
         warnings = (*compare_clocks(group, joined.peers), *warn_of_lost_hosts(env)) if joined else ()
@@ -257,5 +258,5 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
             facts=facts,
             generation=joined.generation if joined else "",
             store=joined.store if joined else None,
-            warnings=(*warnings, *idle),
+            warnings=(*warnings, *idle, *warn_of_shared_gpus(peers)),
         )
