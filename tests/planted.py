@@ -1078,8 +1078,8 @@ MUTATIONS = (
     Mutation(
         "tensors may change before they are copied",
         "checkpoint/save.py",
-        "        self._thread.start()\n",
-        "        self._thread.start()\n        self._copied.set()\n",
+        "            self._thread.start()\n",
+        "            self._thread.start()\n            self._copied.set()\n",
         "checkpoint/test_background_saving.py::test_what_is_saved_is_the_moment_of_begin_and_only_the_copy_is_waited_for",
     ),
     Mutation(
