@@ -157,7 +157,7 @@ class GPT(nn.Module):
         """Compiles each block in place: names stay, and late layers' gradients are ready before early ones. On CUDA
         also the loss."""
         self._is_compiled = True
-        options = _compiler_options() if self.head_weight.is_cuda else None
+        options = _compiler_options()  # wherever the model is: fsdp's goes to the GPU afterwards
         for block in self.layers:
             block.compile(options=options)
 
@@ -237,9 +237,9 @@ class GPT(nn.Module):
 
 
 def _compiler_options() -> dict[str, Any]:
-    """From torch 2.13 on the compiler splits a norm's backward pass where it reads more than 10 tensors, for fear of
-    spilled registers (pytorch/pytorch#179423). A block's first norm reads 15; as one kernel, as 2.11 makes it, a step
-    of gpt2-124m is 2% shorter by estimate (docs/LOG.md, 2026-11-30)."""
+    """For GPUs: from torch 2.13 on the compiler splits a norm's backward pass where it reads more than 10 tensors, for
+    fear of spilled registers (pytorch/pytorch#179423). A block's first norm reads 15; as one kernel, as 2.11 makes it,
+    a step of gpt2-124m is 2% shorter by estimate (docs/LOG.md, 2026-11-30)."""
     from torch._inductor import list_options  # over a second, which the first compiled block takes anyway
 
     name = "triton.mix_order_reduction_max_reads"
